@@ -1,0 +1,82 @@
+"""What one step computes and what came of it: plain data, complete when built."""
+
+from dataclasses import dataclass
+
+from common.engine.sequence import FinishReason, Sequence
+from common.errors import KVRelayError
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledChunk:
+    """The next len(token_ids) tokens of one sequence; their KV goes into its blocks at `start`."""
+
+    sequence: Sequence
+    start: int  # position of the first token: all before it are computed
+    token_ids: tuple[int, ...]
+    block_ids: tuple[int, ...]  # cover positions 0 .. start + len(token_ids) - 1
+    samples: bool  # the last token's logits decide the sequence's next token(s)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step. `copies` (source, destination block) happen before anything is computed."""
+
+    chunks: tuple[ScheduledChunk, ...]
+    copies: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    token_id: int
+    logprob: float
+    rank: int  # 1: the most likely
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sampled token, with the log-probabilities asked for: the chosen token's, then the top k."""
+
+    token_id: int
+    logprobs: tuple[Logprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """A new token of one fork of a sequence."""
+
+    sequence: Sequence
+    fork: int
+    index: int  # position in the fork's output, from 0
+    sample: Sample
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """Counts at the end of a step."""
+
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0  # not computed yet, of running and waiting sequences
+    total_blocks: int = 0
+    free_blocks: int = 0  # allocatable: unused or only cached
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one step changed. Parked sequences have left the engine; the receiver owns their blocks."""
+
+    tokens: tuple[TokenOutput, ...] = ()
+    parked: tuple[Sequence, ...] = ()
+    progress: tuple[tuple[Sequence, int], ...] = ()  # computed tokens of sequences that are not sampling yet
+    failed: tuple[tuple[Sequence, KVRelayError], ...] = ()
+    load: EngineLoad = EngineLoad()
+    stored: tuple[bytes, ...] = ()  # block hashes that entered the prefix cache
+    removed: tuple[bytes, ...] = ()
+    num_batched_tokens: int = 0
+    step_s: float = 0.0

@@ -1,0 +1,182 @@
+"""One tree of errors, with one mapping to HTTP and one to gRPC.
+
+An error crosses the wire as (code, message, field) and is the same class on the other side.
+"""
+
+from typing import ClassVar
+
+
+class KVRelayError(Exception):
+    """Base of all errors; `field` names the request's field or the flag at fault."""
+
+    code: ClassVar[str] = "internal"
+    http_status: ClassVar[int] = 500
+    grpc_status: ClassVar[str] = "INTERNAL"
+    resumable: ClassVar[bool] = False  # the router may submit again with what it has sent
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+
+
+class InvalidRequest(KVRelayError):
+    """The client's fault; nothing ran."""
+
+    code, http_status, grpc_status = "invalid_request", 400, "INVALID_ARGUMENT"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    code = "context_length_exceeded"
+
+
+class NotFound(KVRelayError):
+    code, http_status, grpc_status = "not_found", 404, "NOT_FOUND"
+
+
+class ModelNotFound(NotFound):
+    code = "model_not_found"
+
+
+class Overloaded(KVRelayError):
+    """Refused before any work; `retry_after_s` goes into the Retry-After header."""
+
+    code, http_status, grpc_status = "overloaded", 429, "RESOURCE_EXHAUSTED"
+
+    def __init__(self, message: str, *, field: str | None = None, retry_after_s: float = 1.0) -> None:
+        super().__init__(message, field=field)
+        self.retry_after_s = retry_after_s
+
+
+class Cancelled(KVRelayError):
+    """The client left, or the sequence was aborted."""
+
+    code, http_status, grpc_status = "cancelled", 499, "CANCELLED"
+
+
+class Timeout(KVRelayError):
+    """A deadline of common/deadlines.py passed."""
+
+    code, http_status, grpc_status, resumable = "timeout", 504, "DEADLINE_EXCEEDED", True
+
+
+class RequestTimeout(Timeout):
+    """The whole request took too long; there is no second try."""
+
+    code, resumable = "request_timeout", False
+
+
+class Unavailable(KVRelayError):
+    """Nobody can serve this now."""
+
+    code, http_status, grpc_status = "unavailable", 503, "UNAVAILABLE"
+
+
+class NoWorker(Unavailable):
+    code = "no_worker"
+
+
+class WorkerLost(Unavailable):
+    """The stream to a worker broke with work on it."""
+
+    code, resumable = "worker_lost", True
+
+
+class Draining(Unavailable):
+    code, resumable = "draining", True
+
+
+class EngineFailure(KVRelayError):
+    """A forward pass failed; its sequences are gone, the worker goes on."""
+
+    code, resumable = "engine_failure", True
+
+
+class TokenMismatch(KVRelayError):
+    """The same token number came again with another id."""
+
+    code = "token_mismatch"
+
+
+class HandoverError(KVRelayError):
+    """The KV could not be handed over; the request resumes by prefilling again."""
+
+    code, http_status, grpc_status, resumable = "handover_failed", 503, "FAILED_PRECONDITION", True
+
+
+class KVExpired(HandoverError):
+    """The blocks were not held until the copy had ended, so the copy counts for nothing."""
+
+    code = "kv_expired"
+
+
+class HandleTaken(HandoverError):
+    """Another reader has claimed the handle."""
+
+    code = "handle_taken"
+
+
+class EpochMismatch(HandoverError):
+    """The message is meant for an earlier life of this worker."""
+
+    code = "epoch_mismatch"
+
+
+class StaleAttempt(HandoverError):
+    """A newer attempt of the same request is known."""
+
+    code, resumable = "stale_attempt", False
+
+
+class FingerprintMismatch(HandoverError):
+    """The two sides would not mean the same by the same bytes."""
+
+    code = "fingerprint_mismatch"
+
+
+class TransportUnavailable(HandoverError):
+    """No transport between the two could be proven."""
+
+    code = "transport_unavailable"
+
+
+class PullStalled(HandoverError):
+    """A pull made no progress within its deadline."""
+
+    code = "pull_stalled"
+
+
+class StartupError(KVRelayError):
+    """One clear line at start and a non-zero exit."""
+
+    code = "startup"
+
+
+class ConfigError(StartupError):
+    code = "config"
+
+
+class ModelError(StartupError):
+    """The model can't be loaded: missing, corrupt, or of an unsupported kind."""
+
+    code = "model"
+
+
+class AddressInUse(StartupError):
+    code = "address_in_use"
+
+
+class RedisUnreachable(StartupError):
+    code = "redis_unreachable"
+
+
+def _tree(root: type[KVRelayError]) -> list[type[KVRelayError]]:
+    return [root, *(leaf for child in root.__subclasses__() for leaf in _tree(child))]
+
+
+BY_CODE: dict[str, type[KVRelayError]] = {error.code: error for error in _tree(KVRelayError)}
+
+
+def from_wire(code: str, message: str, field: str = "") -> KVRelayError:
+    """The error a peer sent; an unknown code (a newer peer's) is a plain KVRelayError."""
+    return BY_CODE.get(code, KVRelayError)(message, field=field or None)
