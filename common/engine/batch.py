@@ -19,7 +19,10 @@ class ScheduledChunk:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step. `copies` (source, destination block) happen before anything is computed."""
+    """One step. `copies` (source, destination block) come before anything is computed.
+
+    All sources are read before any destination is written: a source may be another's destination.
+    """
 
     chunks: tuple[ScheduledChunk, ...]
     copies: tuple[tuple[int, int], ...] = ()
@@ -65,14 +68,15 @@ class EngineLoad:
     waiting_tokens: int = 0  # not computed yet, of running and waiting sequences
     total_blocks: int = 0
     free_blocks: int = 0  # allocatable: unused or only cached
+    reserved_blocks: int = 0  # waiting for their KV
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one step changed. Parked sequences have left the engine; the receiver owns their blocks."""
+    """What one step changed. Parked sequences have left the engine; their blocks are now the receiver's."""
 
     tokens: tuple[TokenOutput, ...] = ()
-    parked: tuple[Sequence, ...] = ()
+    parked: tuple[tuple[Sequence, tuple[int, ...]], ...] = ()
     progress: tuple[tuple[Sequence, int], ...] = ()  # computed tokens of sequences that are not sampling yet
     failed: tuple[tuple[Sequence, KVRelayError], ...] = ()
     load: EngineLoad = EngineLoad()

@@ -61,7 +61,9 @@ class SamplingParams:
             check("logprobs", lambda v: 0 <= v <= max_logprobs, f"between 0 and {max_logprobs}")
         for token_id, bias in self.logit_bias:
             if not 0 <= token_id < vocab_size:
-                raise InvalidRequest(f"logit_bias names token {token_id}, beyond {vocab_size} tokens", field="logit_bias")
+                raise InvalidRequest(
+                    f"logit_bias names token {token_id}, beyond {vocab_size} tokens", field="logit_bias"
+                )
             if not (math.isfinite(bias) and -100 <= bias <= 100):
                 raise InvalidRequest(f"logit_bias of {token_id} must be in [-100, 100], got {bias}", field="logit_bias")
         for token_id in self.stop_token_ids:
@@ -96,12 +98,14 @@ class Sequence:
     root: bytes = b""  # parent hash of the first block
 
     num_computed_tokens: int = 0
-    num_cached_tokens: int = 0  # of them, from the prefix cache at admission
+    num_cached_tokens: int | None = None  # found in the prefix cache when it first ran; None until then
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks, as far as tokens go
     arrival: int = 0  # order of arrival in its engine, kept over preemptions
     in_flight: bool = False  # part of the batch that is being computed
     aborted: bool = False
+    arrived_s: float = 0.0  # by the engine's clock
+    started_s: float | None = None  # its first step began
 
     @property
     def num_tokens(self) -> int:

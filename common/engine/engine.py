@@ -1,0 +1,127 @@
+"""The engine: a scheduler, a runner and a sampler behind one lock, and no notion of roles.
+
+Calls from services take the lock only to change the scheduler's state, never during a forward pass.
+"""
+
+import threading
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Sequenced
+from dataclasses import replace
+from typing import Protocol
+
+from torch import Tensor
+
+from common.engine.batch import Batch, EngineLoad, Sample, StepOutput
+from common.engine.scheduler import Reservation, Scheduler
+from common.engine.sequence import Sequence
+from common.errors import EngineFailure, InvalidRequest
+
+
+class Runner(Protocol):
+    def forward(self, batch: Batch) -> Tensor:
+        """Logits [sampling chunks, vocab], float32; KV of all chunks is written."""
+        ...
+
+
+class Engine:
+    """Thread-safe; step() is for one thread, the loop's."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        sampler: Callable[[Tensor, Batch], list[list[Sample]]],
+        clock: Callable[[], float],
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._sampler = sampler
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self.config = scheduler.config
+
+    def check(self, num_tokens: int, num_forks: int) -> None:
+        """Raises InvalidRequest for a sequence that this engine could never run."""
+        if num_tokens >= self.config.max_model_len:
+            raise InvalidRequest(
+                f"prompt has {num_tokens} tokens, the context {self.config.max_model_len}", field="prompt_ids"
+            )
+        if num_tokens < 1:
+            raise InvalidRequest("prompt is empty", field="prompt_ids")
+        if not 1 <= num_forks <= self.config.max_num_seqs:
+            raise InvalidRequest(f"n must be between 1 and {self.config.max_num_seqs}, got {num_forks}", field="n")
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence; its tokens come out of step()."""
+        self._scheduler.tables.extend_hashes(sequence)  # outside the lock: it takes a while for a long prompt
+        sequence.arrived_s = self._clock()
+        with self._changed:
+            self._scheduler.add(sequence)
+            self._changed.notify()
+
+    def reserve(self, forks: Sequenced[Sequence]) -> Reservation | None:
+        """Blocks for KV from elsewhere, or None while there is no room. The caller admits or cancels it."""
+        self._scheduler.tables.extend_hashes(forks[0])
+        with self._changed:
+            return self._scheduler.reserve(forks)
+
+    def admit(self, reservation: Reservation) -> None:
+        """The reservation's blocks hold valid KV: its forks run."""
+        now = self._clock()
+        with self._changed:
+            for fork in reservation.forks:
+                fork.arrived_s = fork.started_s = now
+            self._scheduler.admit(reservation)
+            self._changed.notify()
+
+    def cancel(self, reservation: Reservation) -> None:
+        with self._changed:
+            self._scheduler.cancel(reservation)
+            self._changed.notify()
+
+    def abort(self, key: str, forks: Iterable[int] | None = None) -> None:
+        """Ends the sequences of a key (or some of its forks); no more output comes for them. Idempotent."""
+        with self._changed:
+            self._scheduler.abort(key, forks)
+            self._changed.notify()
+
+    def free_blocks(self, block_ids: Sequenced[int]) -> None:
+        """Drops one reference on each: the way back for blocks of parked sequences."""
+        with self._changed:
+            self._scheduler.pool.free(block_ids)
+            self._changed.notify()
+
+    def wake(self) -> None:
+        """Ends the wait of an idle step()."""
+        with self._changed:
+            self._changed.notify()
+
+    def load(self) -> EngineLoad:
+        with self._lock:
+            return self._scheduler.load()
+
+    def cached_hashes(self) -> list[bytes]:
+        with self._lock:
+            return self._scheduler.pool.cached_hashes()
+
+    def step(self, wait_s: float = 0.0) -> StepOutput | None:
+        """One step, or None when nothing could be computed within wait_s."""
+        with self._changed:
+            batch = self._scheduler.schedule()
+            if not batch.chunks:
+                self._changed.wait(wait_s)
+                return None
+        begin = self._clock()
+        for chunk in batch.chunks:
+            if chunk.sequence.started_s is None:
+                chunk.sequence.started_s = begin
+        try:
+            samples = self._sampler(self._runner.forward(batch), batch)
+        except Exception as error:  # whatever a kernel raises concerns this batch only
+            with self._changed:
+                output = self._scheduler.fail(batch, EngineFailure(f"forward pass failed: {error}"))
+        else:
+            with self._changed:
+                output = self._scheduler.update(batch, samples)
+        return replace(output, step_s=self._clock() - begin)

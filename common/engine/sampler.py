@@ -1,0 +1,121 @@
+"""The next token: a pure function of logits, parameters, tokens so far, seed and position.
+
+Order of the steps as in vLLM: masks and bias, penalties, temperature, min-p, top-k, top-p, draw.
+Log-probabilities are of the model's own logits, before any of them.
+"""
+
+from collections import Counter
+from collections.abc import Sequence as Sequenced
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.engine.batch import Batch, Logprob, Sample
+from common.engine.sequence import SamplingParams, Sequence, fork_seed
+
+
+def uniform(seed: int, position: int) -> float:
+    """The one number in [0, 1) of a seed and an output position (Philox4x64-10, Salmon et al. 2011)."""
+    return float(int(np.random.Philox(key=seed, counter=position).random_raw()) >> 11) * 2.0**-53
+
+
+def draw(probabilities: Tensor, number: float) -> int:
+    """Inverse CDF in token order: the first token whose cumulated weight exceeds number's share of the whole."""
+    cumulated = probabilities.double().cumsum(0)
+    target = cumulated[-1] * number
+    token = int(torch.searchsorted(cumulated, target, right=True))
+    if token == len(cumulated):  # rounding of target up to the whole
+        token = int(probabilities.nonzero()[-1])
+    return token
+
+
+def adjust(logits: Tensor, params: SamplingParams, sequence: Sequence, eos_token_ids: Sequenced[int]) -> Tensor:
+    """Logits [vocab] after masks, bias and penalties; the input when none applies."""
+    if plain(params, sequence):
+        return logits
+    logits = logits.clone()
+    if sequence.num_output_tokens < params.min_tokens:
+        logits[[*eos_token_ids, *params.stop_token_ids]] = -torch.inf
+    if params.logit_bias:
+        ids, biases = zip(*params.logit_bias, strict=True)
+        logits.index_add_(0, torch.tensor(ids), torch.tensor(biases, dtype=logits.dtype))
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted(set(sequence.token_ids)))
+        values = logits[seen]
+        penalty = params.repetition_penalty
+        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if (params.frequency_penalty or params.presence_penalty) and sequence.num_output_tokens:
+        written = Counter(sequence.output_ids)
+        counts = torch.tensor(list(written.values()))
+        logits[list(written)] -= params.frequency_penalty * counts + params.presence_penalty
+    return logits
+
+
+def plain(params: SamplingParams, sequence: Sequence) -> bool:
+    """Whether the model's logits decide alone, before temperature."""
+    return (
+        sequence.num_output_tokens >= params.min_tokens
+        and not params.logit_bias
+        and params.repetition_penalty == 1.0
+        and not params.frequency_penalty
+        and not params.presence_penalty
+    )
+
+
+def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Probabilities [vocab], not normalized after truncation, of adjusted logits."""
+    logits = logits / params.temperature
+    probabilities = logits.softmax(0)
+    keep = torch.ones_like(logits, dtype=torch.bool)
+    if params.min_p > 0:
+        keep &= probabilities >= params.min_p * probabilities.max()
+    if 0 < params.top_k < len(logits):
+        kept = torch.where(keep, logits, -torch.inf)
+        keep &= kept >= kept.topk(params.top_k).values[-1]
+    if params.top_p < 1:
+        truncated = torch.where(keep, probabilities, 0.0)
+        ordered, order = truncated.sort(descending=True, stable=True)
+        before = ordered.double().cumsum(0) - ordered.double()
+        keep[order[before >= params.top_p * truncated.double().sum()]] = False
+    return torch.where(keep, probabilities, 0.0)
+
+
+def logprobs_of(logits: Tensor, token_id: int, count: int) -> tuple[Logprob, ...]:
+    """The token's log-probability under logits [vocab], then the `count` highest."""
+    values = logits.log_softmax(0)
+    chosen = values[token_id]
+    result = [Logprob(token_id, float(chosen), int((values > chosen).sum()) + 1)]
+    if count:
+        top, ids = values.topk(count)
+        result += [Logprob(i, v, rank + 1) for rank, (i, v) in enumerate(zip(ids.tolist(), top.tolist(), strict=True))]
+    return tuple(result)
+
+
+class Sampler:
+    """Samples the rows of a batch, each by itself: what one sequence gets never depends on another."""
+
+    def __init__(self, eos_token_ids: Sequenced[int]) -> None:
+        self.eos_token_ids = tuple(eos_token_ids)
+
+    def __call__(self, logits: Tensor, batch: Batch) -> list[list[Sample]]:
+        """Logits [sampling chunks, vocab] float32 → for each of these chunks a sample a fork."""
+        sequences = [chunk.sequence for chunk in batch.chunks if chunk.samples]
+        if not sequences:
+            return []
+        best = logits.argmax(-1).tolist()
+        return [self._row(logits[row], sequence, best[row]) for row, sequence in enumerate(sequences)]
+
+    def _row(self, logits: Tensor, sequence: Sequence, best: int) -> list[Sample]:
+        params = sequence.params
+        if params.greedy:
+            if not plain(params, sequence):
+                best = int(adjust(logits, params, sequence, self.eos_token_ids).argmax())
+            tokens = [best] * len(sequence.forks)
+        else:
+            weights = distribution(adjust(logits, params, sequence, self.eos_token_ids), params)
+            position = sequence.num_output_tokens
+            tokens = [draw(weights, uniform(fork_seed(params.seed, fork), position)) for fork in sequence.forks]
+        if params.logprobs is None:
+            return [Sample(token) for token in tokens]
+        return [Sample(token, logprobs_of(logits, token, params.logprobs)) for token in tokens]

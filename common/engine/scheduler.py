@@ -1,0 +1,308 @@
+"""Which tokens the next step computes.
+
+There is no prefill phase and no decode phase: every sequence has a gap between the tokens it has and
+those computed, and each step closes as much of the gaps as the token budget allows, short gaps first
+(Sarathi-Serve's decode-first batching, https://arxiv.org/abs/2403.02310). Memory goes to the sequence
+that arrived first; the newest is preempted and later recomputed.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from collections.abc import Sequence as Sequenced
+from dataclasses import dataclass, replace
+
+from common.block_hash import BLOCK_SIZE
+from common.engine.batch import Batch, EngineLoad, Sample, ScheduledChunk, StepOutput, TokenOutput
+from common.engine.block_pool import BlockPool
+from common.engine.block_table import BlockTables
+from common.engine.sequence import FinishReason, Sequence
+from common.errors import KVRelayError
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Bounds of one step and of one sequence."""
+
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 64
+    max_model_len: int = 2048
+    eos_token_ids: tuple[int, ...] = ()
+    block_size: int = BLOCK_SIZE
+
+    def __post_init__(self) -> None:
+        # else running sequences of one token each could keep a prompt from ever being computed
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError("max_num_batched_tokens must be at least max_num_seqs")
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Blocks for a prompt whose KV comes from elsewhere; the caller's until admitted or cancelled, once."""
+
+    forks: tuple[Sequence, ...]  # equal but for their last token, whose KV is still to be computed
+    block_ids: tuple[int, ...]
+    num_cached_blocks: int  # leading ones, whose KV is here already
+
+
+class Scheduler:
+    """Owns the sequences and the block pool. Not thread-safe: the engine's lock guards it."""
+
+    def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
+        self.config = config
+        self.pool = pool
+        self.tables = BlockTables(pool, config.block_size)
+        self.running: list[Sequence] = []  # in order of arrival
+        self.waiting: deque[Sequence] = deque()  # in order of arrival
+        self.num_preemptions = 0
+        self.num_reserved_blocks = 0
+        self.num_reserved_forks = 0
+        self._arrivals = 0
+
+    # What comes and goes from outside.
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence with nothing computed."""
+        self._arrive(sequence)
+        self.waiting.append(sequence)
+
+    def reserve(self, forks: Sequenced[Sequence]) -> Reservation | None:
+        """Blocks for all tokens but the last, found or new; None while there is no room.
+
+        Room means: a place for each fork, no preempted sequence that waits for memory, and a block to
+        grow into for each running sequence.
+        """
+        first = forks[0]
+        if self._preempted_wait() or self._places() < len(forks):
+            return None
+        self.tables.extend_hashes(first)
+        num_computed = first.num_tokens - 1
+        found = self.pool.match(first.block_hashes[: num_computed // self.config.block_size])
+        missing = self.tables.blocks_for(num_computed) - len(found)
+        fresh = self.pool.allocate(missing) if self.pool.num_free - missing >= len(self.running) else None
+        if fresh is None:
+            self.pool.free(found)
+            return None
+        self.num_reserved_blocks += len(found) + missing
+        self.num_reserved_forks += len(forks)
+        return Reservation(tuple(forks), (*found, *fresh), len(found))
+
+    def admit(self, reservation: Reservation) -> None:
+        """The reserved blocks now hold their KV: they are published and the forks run, sharing them."""
+        for fork in reservation.forks:
+            self.pool.share(reservation.block_ids)
+            fork.block_ids = list(reservation.block_ids)
+            fork.num_computed_tokens = fork.num_tokens - 1
+            fork.num_cached_tokens = reservation.num_cached_blocks * self.config.block_size
+            self.tables.extend_hashes(fork)
+            self._arrive(fork)
+            self.running.append(fork)
+        self.tables.publish(reservation.forks[0], 0)
+        self.cancel(reservation)
+
+    def cancel(self, reservation: Reservation) -> None:
+        """Gives up the reservation's own references."""
+        self.num_reserved_blocks -= len(reservation.block_ids)
+        self.num_reserved_forks -= len(reservation.forks)
+        self.pool.free(reservation.block_ids)
+
+    def abort(self, key: str, forks: Iterable[int] | None = None) -> None:
+        """Takes out the sequences of a key, or those of some forks; what a step computes now goes when it ends."""
+        named = None if forks is None else set(forks)
+        for sequence in [s for s in (*self.running, *self.waiting) if s.key == key]:
+            if named is None or named.issuperset(sequence.forks):
+                sequence.aborted = True
+                if not sequence.in_flight:
+                    self._leave(sequence)
+
+    def _arrive(self, sequence: Sequence) -> None:
+        sequence.arrival = self._arrivals
+        self._arrivals += 1
+
+    # One step.
+
+    def schedule(self) -> Batch:
+        """The next step; empty when nothing can be computed now."""
+        chunks: dict[Sequence, ScheduledChunk] = {}
+        copies: dict[Sequence, tuple[int, int]] = {}
+        preempted: set[Sequence] = set()
+        budget = self.config.max_num_batched_tokens
+
+        def preempt(victim: Sequence) -> None:
+            nonlocal budget
+            chunk = chunks.pop(victim, None)
+            budget += len(chunk.token_ids) if chunk else 0
+            self._end_copies([copies.pop(victim)] if victim in copies else [])
+            preempted.add(victim)
+            self._preempt(victim)
+
+        def take(sequence: Sequence, *, may_preempt: bool) -> None:
+            nonlocal budget
+            count = min(self._gap(sequence), budget)
+            while not self.tables.make_room(sequence, count, copies):
+                victim = self.running[-1] if may_preempt else sequence
+                if victim is sequence:  # it keeps what it has and waits: all that run came before it
+                    return
+                preempt(victim)
+            chunks[sequence] = self._chunk(sequence, count)
+            budget -= count
+
+        for sequence in sorted(self.running, key=lambda s: (self._gap(s) > 1, s.arrival)):
+            if budget > 0 and sequence not in preempted:
+                take(sequence, may_preempt=True)
+        # where memory is short, nothing new comes in
+        while self.waiting and budget > 0 and not preempted and self._places() >= len(self.waiting[0].forks):
+            sequence = self.waiting[0]
+            self.tables.find_prefix(sequence)
+            take(sequence, may_preempt=False)
+            if sequence not in chunks:
+                self.tables.free(sequence)
+                break
+            self.running.append(self.waiting.popleft())
+        self.running.sort(key=lambda s: s.arrival)
+        for sequence in chunks:
+            sequence.in_flight = True
+        return Batch(tuple(chunks.values()), tuple(copies.values()))
+
+    def update(self, batch: Batch, samples: Sequenced[Sequenced[Sample]]) -> StepOutput:
+        """Takes in a computed step; `samples` has, for each sampling chunk in order, a sample a fork."""
+        tokens: list[TokenOutput] = []
+        parked: list[tuple[Sequence, tuple[int, ...]]] = []
+        progress: list[tuple[Sequence, int]] = []
+        remaining = iter(samples)
+        self._end_copies(batch.copies)
+        for chunk in batch.chunks:
+            sequence = chunk.sequence
+            sampled = next(remaining) if chunk.samples else ()
+            sequence.in_flight = False
+            if sequence.aborted:
+                self._leave(sequence)
+                continue
+            before = sequence.num_computed_tokens
+            sequence.num_computed_tokens += len(chunk.token_ids)
+            self.tables.publish(sequence, before)
+            if not chunk.samples:
+                progress.append((sequence, sequence.num_computed_tokens))
+                continue
+            outputs = self._append(sequence, sampled)
+            tokens.extend(outputs)
+            if sequence.prefill_only and any(output.finish_reason is None for output in outputs):
+                self.running.remove(sequence)
+                parked.append((sequence, tuple(sequence.block_ids)))
+                sequence.block_ids = []
+        self.running.sort(key=lambda s: s.arrival)  # forks go beside the sequence they come from
+        return self._output(tuple(tokens), tuple(parked), tuple(progress), batch.num_tokens)
+
+    def fail(self, batch: Batch, error: KVRelayError) -> StepOutput:
+        """The step could not be computed: its sequences are gone."""
+        failed = []
+        self._end_copies(batch.copies)
+        for chunk in batch.chunks:
+            chunk.sequence.in_flight = False
+            if not chunk.sequence.aborted:
+                failed.append((chunk.sequence, error))
+            self._leave(chunk.sequence)
+        return replace(self._output((), (), (), 0), failed=tuple(failed))
+
+    def load(self) -> EngineLoad:
+        """Counts as they are now."""
+        return EngineLoad(
+            running=len(self.running),
+            waiting=len(self.waiting),
+            waiting_tokens=sum(self._gap(s) for s in (*self.running, *self.waiting)),
+            total_blocks=self.pool.num_blocks,
+            free_blocks=self.pool.num_free,
+            reserved_blocks=self.num_reserved_blocks,
+        )
+
+    def _output(
+        self,
+        tokens: tuple[TokenOutput, ...],
+        parked: tuple[tuple[Sequence, tuple[int, ...]], ...],
+        progress: tuple[tuple[Sequence, int], ...],
+        num_batched_tokens: int,
+    ) -> StepOutput:
+        events = self.pool.drain_events()
+        return StepOutput(
+            tokens=tokens,
+            parked=parked,
+            progress=progress,
+            load=self.load(),
+            stored=tuple(events.stored),
+            removed=tuple(events.removed),
+            num_batched_tokens=num_batched_tokens,
+        )
+
+    # Tokens.
+
+    def _append(self, sequence: Sequence, samples: Sequenced[Sample]) -> list[TokenOutput]:
+        """Each fork gets its token; afterwards each is a sequence of its own, or has left."""
+        if sequence.prefill_only:  # its forks go on elsewhere, from the same blocks
+            forks = [replace(sequence.split(index), block_ids=[]) for index in sequence.forks]
+        else:
+            forks = [sequence, *(sequence.split(index) for index in sequence.forks[1:])]
+            sequence.forks = sequence.forks[:1]
+            for fork in forks[1:]:
+                self.pool.share(fork.block_ids)
+                self.running.append(fork)
+        outputs = []
+        for fork, sample in zip(forks, samples, strict=True):
+            fork.token_ids.append(sample.token_id)
+            self.tables.extend_hashes(fork)
+            reason, stop_token = finish(fork, self.config)
+            index = fork.num_output_tokens - 1
+            outputs.append(TokenOutput(fork, fork.forks[0], index, sample, reason, stop_token))
+            if reason is not None and not sequence.prefill_only:
+                self._leave(fork)
+        if sequence.prefill_only and all(output.finish_reason is not None for output in outputs):
+            self._leave(sequence)
+        return outputs
+
+    def _leave(self, sequence: Sequence) -> None:
+        (self.running if sequence in self.running else self.waiting).remove(sequence)
+        self.tables.free(sequence)
+
+    def _end_copies(self, copies: Iterable[tuple[int, int]]) -> None:
+        for source, _ in copies:
+            self.pool.free([source])
+
+    # Blocks.
+
+    def _gap(self, sequence: Sequence) -> int:
+        return sequence.num_tokens - sequence.num_computed_tokens
+
+    def _places(self) -> int:
+        """How many more sequences may run."""
+        return self.config.max_num_seqs - self.num_reserved_forks - sum(len(s.forks) for s in self.running)
+
+    def _preempted_wait(self) -> bool:
+        return bool(self.waiting) and self.waiting[0].num_cached_tokens is not None
+
+    def _chunk(self, sequence: Sequence, count: int) -> ScheduledChunk:
+        start = sequence.num_computed_tokens
+        end = start + count
+        return ScheduledChunk(
+            sequence,
+            start,
+            tuple(sequence.token_ids[start:end]),
+            tuple(sequence.block_ids[: self.tables.blocks_for(end)]),
+            samples=end == sequence.num_tokens,
+        )
+
+    def _preempt(self, victim: Sequence) -> None:
+        self.running.remove(victim)
+        self.tables.free(victim)
+        self.waiting.appendleft(victim)
+        self.num_preemptions += 1
+
+
+def finish(sequence: Sequence, config: SchedulerConfig) -> tuple[FinishReason | None, int | None]:
+    """Whether the last token ends its sequence, and the stop token id if one of those does; EOS is none."""
+    params, token_id = sequence.params, sequence.token_ids[-1]
+    if sequence.num_output_tokens > params.min_tokens:
+        if token_id in config.eos_token_ids and not params.ignore_eos:
+            return FinishReason.STOP, None
+        if token_id in params.stop_token_ids:
+            return FinishReason.STOP, token_id
+    if sequence.num_output_tokens >= params.max_tokens or sequence.num_tokens >= config.max_model_len:
+        return FinishReason.LENGTH, None
+    return None, None
