@@ -2,9 +2,10 @@
 
 import argparse
 import os
+import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -12,6 +13,9 @@ from common.errors import ConfigError
 
 ENV_PREFIX = "KVRELAY_"
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", re.ASCII | re.IGNORECASE)
+PORTS = (0, 65535)
+POSITIVE = (1, None)
 
 
 class Bytes(int):
@@ -19,14 +23,24 @@ class Bytes(int):
 
     @classmethod
     def parse(cls, text: str) -> "Bytes":
-        number = text.strip().lower().removesuffix("b")
-        digits = number.rstrip("kmgi")
-        return cls(float(digits) * UNITS[number[len(digits) :]])
+        """Raises ValueError."""
+        match = SIZE.fullmatch(text.strip())
+        if match is None:
+            raise ValueError(f"{text!r} is not a size such as 512Mi")
+        number, unit = match.groups()
+        return cls(float(number) * UNITS[(unit or "").lower()])
 
 
-def setting(default: Any, help: str, *, choices: tuple[str, ...] = (), flag: str = "") -> Any:
-    """A dataclass field with its help text; default MISSING makes it required."""
-    return field(default=default, metadata={"help": help, "choices": choices, "flag": flag})
+def setting(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    within: tuple[float | None, float | None] = (None, None),
+    flag: str = "",
+) -> Any:
+    """A dataclass field with its help text and bounds (both inclusive); default MISSING makes it required."""
+    return field(default=default, metadata={"help": help, "choices": choices, "within": within, "flag": flag})
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +49,18 @@ class EngineConfig:
 
     model: str = setting(MISSING, "model directory")
     dtype: str = setting("auto", "of weights and KV", choices=("auto", "float32", "bfloat16", "float16"))
-    max_model_len: int | None = setting(None, "longest prompt plus output, tokens (default: the model's own)")
-    max_num_seqs: int = setting(64, "sequences running at once")
+    max_model_len: int | None = setting(
+        None, "longest prompt plus output, tokens (default: the model's own)", within=POSITIVE
+    )
+    max_num_seqs: int = setting(64, "sequences running at once", within=POSITIVE)
     max_num_batched_tokens: int | None = setting(
-        None, "tokens a step may compute (default: 512, on decode workers 256)"
+        None, "tokens a step may compute (default: 512, on decode workers 256)", within=POSITIVE
     )
     enable_prefix_caching: bool = setting(True, "keep full blocks for later requests with the same prefix")
-    kv_cache_memory: Bytes = setting(Bytes(512 * 2**20), "size of the KV pool, such as 512Mi")
-    threads: int | None = setting(None, "CPU threads of the step loop (default: the cores this process may use)")
+    kv_cache_memory: Bytes = setting(Bytes(512 * 2**20), "size of the KV pool, such as 512Mi", within=POSITIVE)
+    threads: int | None = setting(
+        None, "CPU threads of the step loop (default: the cores this process may use)", within=POSITIVE
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +76,16 @@ class WorkerConfig:
     """The network side of a prefill or decode worker."""
 
     host: str = setting("127.0.0.1", "address to bind")
-    port: int = setting(0, "gRPC port (0: any free one)")
+    port: int = setting(0, "gRPC port (0: any free one)", within=PORTS)
     advertise: str = setting("", "host:port that others reach this worker at (default: what it binds)")
-    metrics_port: int = setting(0, "port of /metrics and /health over HTTP (0: any free one)")
+    metrics_port: int = setting(0, "port of /metrics and /health over HTTP (0: any free one)", within=PORTS)
+    worker_id: str = setting("", "name of this worker, unique in its namespace (default: its role and address)")
+    transport: str = setting("auto", "ways to move KV, best first, comma-separated (auto: all that can be proven)")
+    worker_id: str = setting("", "name in logs, metrics and Redis (default: role and address)")
+    transport: str = setting("auto", "ways to move KV, best first, such as shm")
+    deadline_scale: float = setting(1.0, "factor on all time-outs; for tests")
     log_level: str = setting("info", "least level logged", choices=("debug", "info", "warning", "error"))
+    deadline_scale: float = setting(1.0, "factor on all deadlines (tests take less)", within=(1e-3, 1e3))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,33 +94,68 @@ class RouterConfig:
 
     model: str = setting(MISSING, "model directory: tokenizer, chat template and defaults are read")
     host: str = setting("127.0.0.1", "address to bind")
-    port: int = setting(8000, "HTTP port")
+    port: int = setting(8000, "HTTP port", within=PORTS)
     served_model_name: str = setting("", "name in the API (default: the model directory's name)")
-    max_model_len: int | None = setting(None, "longest prompt plus output, tokens (default: the model's own)")
+    max_model_len: int | None = setting(
+        None, "longest prompt plus output, tokens (default: the model's own)", within=POSITIVE
+    )
+    deadline_scale: float = setting(1.0, "factor on all time-outs; for tests")
     log_level: str = setting("info", "least level logged", choices=("debug", "info", "warning", "error"))
+    deadline_scale: float = setting(1.0, "factor on all deadlines (tests take less)", within=(1e-3, 1e3))
 
 
 Config = TypeVar("Config")
+KIND_NAMES = {
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    bool: "one of 1, true, 0, false",
+    Bytes: "a size such as 512Mi",
+}
 
 
 def _value_type(hint: Any) -> type:
     """The one type besides None that a field takes."""
     if isinstance(hint, types.UnionType):
-        return next(arg for arg in typing.get_args(hint) if arg is not type(None))
+        hint = next(arg for arg in typing.get_args(hint) if arg is not type(None))
     return typing.cast(type, hint)
 
 
-def _parser_of(kind: type) -> Any:
+def _parser_of(kind: type) -> Callable[[str], Any]:
     return Bytes.parse if kind is Bytes else kind
 
 
-def _flag_name(item: Field[Any]) -> str:
-    return item.metadata["flag"] or item.name.replace("_", "-")
+def _argument_of(kind: type) -> Callable[[str], Any]:
+    """The parser with a message of ours, which argparse shows."""
+
+    def parse(text: str) -> Any:
+        try:
+            return _parser_of(kind)(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {KIND_NAMES[kind]}") from error
+
+    return parse
 
 
-def add_arguments(parser: argparse.ArgumentParser, *configs: type, environ: Mapping[str, str] = os.environ) -> None:
+def flag_of(item: Field[Any]) -> str:
+    """The command-line flag of a field, without its dashes."""
+    return str(item.metadata["flag"] or item.name.replace("_", "-"))
+
+
+def env_of(item: Field[Any]) -> str:
+    """The environment variable of a field."""
+    return ENV_PREFIX + item.name.upper()
+
+
+def add_arguments(
+    parser: argparse.ArgumentParser,
+    *configs: type,
+    skip: Collection[str] = (),
+    environ: Mapping[str, str] = os.environ,
+) -> None:
     """Adds a flag for each field of the configs, once; the environment gives defaults. Raises ConfigError."""
-    seen = {action.dest for action in parser._actions}
+    parser.allow_abbrev = False  # what isn't a field's flag is an error
+    seen = {action.dest for action in parser._actions} | set(skip)
     for config in configs:
         hints = typing.get_type_hints(config)
         for item in fields(config):
@@ -105,32 +164,55 @@ def add_arguments(parser: argparse.ArgumentParser, *configs: type, environ: Mapp
             seen.add(item.name)
             kind = _value_type(hints[item.name])
             default = None if item.default is MISSING else item.default
-            env_name = ENV_PREFIX + item.name.upper()
-            text = environ.get(env_name)
+            text = environ.get(env_of(item))
             if text is not None:
-                default = _from_env(env_name, text, kind, item.metadata["choices"])
+                default = _from_env(env_of(item), text, kind, item.metadata["choices"])
             options: dict[str, Any] = {"default": default, "help": item.metadata["help"], "dest": item.name}
             if kind is bool:
                 options["action"] = argparse.BooleanOptionalAction
             else:
-                options["type"] = _parser_of(kind)
+                options["type"] = _argument_of(kind)
                 options["choices"] = item.metadata["choices"] or None
                 options["metavar"] = None if item.metadata["choices"] else item.name.upper()
                 options["required"] = item.default is MISSING and text is None
-            parser.add_argument(f"--{_flag_name(item)}", **options)
+            parser.add_argument(f"--{flag_of(item)}", **options)
 
 
 def _from_env(name: str, text: str, kind: type, choices: tuple[str, ...]) -> Any:
     try:
-        value = {"1": True, "true": True, "0": False, "false": False}[text.lower()] if kind is bool else None
-        value = _parser_of(kind)(text) if value is None else value
+        if kind is bool:
+            return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
+        value = _parser_of(kind)(text)
     except (ValueError, KeyError) as error:
-        raise ConfigError(f"{name}={text!r} is not a {kind.__name__}", field=name) from error
+        raise ConfigError(f"{name}={text!r} is not {KIND_NAMES[kind]}", field=name) from error
     if choices and value not in choices:
         raise ConfigError(f"{name}={text!r} is none of {', '.join(choices)}", field=name)
     return value
 
 
-def from_arguments(config: type[Config], arguments: argparse.Namespace) -> Config:
-    """The slice of parsed arguments that is one component's."""
-    return config(**{item.name: getattr(arguments, item.name) for item in fields(config)})  # type: ignore[arg-type]
+def from_arguments(config: type[Config], arguments: argparse.Namespace, *, skip: Collection[str] = ()) -> Config:
+    """The slice of parsed arguments that is one component's. Raises ConfigError for a value out of bounds."""
+    items = [item for item in fields(config) if item.name not in skip]  # type: ignore[arg-type]
+    values = {item.name: getattr(arguments, item.name) for item in items}
+    for item in items:
+        (low, high), value = item.metadata["within"], values[item.name]
+        if value is None:
+            continue
+        if not ((low is None or value >= low) and (high is None or value <= high)):
+            wanted = f"at least {low}" if high is None else f"between {low} and {high}"
+            raise ConfigError(f"--{flag_of(item)} must be {wanted}, got {value}", field=item.name)
+    return config(**values)
+
+
+def to_arguments(config: Any) -> list[str]:
+    """The flags that make this config again; what equals its default is left out."""
+    flags: list[str] = []
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if value is None or (item.default is not MISSING and value == item.default):
+            continue
+        if isinstance(value, bool):
+            flags.append(f"--{flag_of(item)}" if value else f"--no-{flag_of(item)}")
+        else:
+            flags.append(f"--{flag_of(item)}={value}")
+    return flags

@@ -27,8 +27,6 @@ class BlockTables:
         self.extend_hashes(sequence)
         sequence.block_ids = self.pool.match(sequence.block_hashes[: (sequence.num_tokens - 1) // self.block_size])
         sequence.num_computed_tokens = len(sequence.block_ids) * self.block_size
-        if sequence.num_cached_tokens is None:  # else it comes back from a preemption
-            sequence.num_cached_tokens = sequence.num_computed_tokens
 
     def make_room(self, sequence: Sequence, count: int, copies: dict[Sequence, tuple[int, int]]) -> bool:
         """Blocks of its own for the next `count` tokens: new ones, and a copy of a shared one it would write to.

@@ -87,7 +87,7 @@ def logprobs_of(logits: Tensor, token_id: int, count: int) -> tuple[Logprob, ...
     chosen = values[token_id]
     result = [Logprob(token_id, float(chosen), int((values > chosen).sum()) + 1)]
     if count:
-        top, ids = values.topk(count)
+        top, ids = values.topk(min(count, len(values)))
         result += [Logprob(i, v, rank + 1) for rank, (i, v) in enumerate(zip(ids.tolist(), top.tolist(), strict=True))]
     return tuple(result)
 

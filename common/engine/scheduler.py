@@ -16,7 +16,7 @@ from common.engine.batch import Batch, EngineLoad, Sample, ScheduledChunk, StepO
 from common.engine.block_pool import BlockPool
 from common.engine.block_table import BlockTables
 from common.engine.sequence import FinishReason, Sequence
-from common.errors import KVRelayError
+from common.errors import ConfigError, KVRelayError
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,11 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         # else running sequences of one token each could keep a prompt from ever being computed
         if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError("max_num_batched_tokens must be at least max_num_seqs")
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs})",
+                field="max_num_batched_tokens",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,12 @@ class Scheduler:
     """Owns the sequences and the block pool. Not thread-safe: the engine's lock guards it."""
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
+        num_pool_tokens = pool.num_blocks * config.block_size
+        if num_pool_tokens < config.max_model_len:  # else a sequence could outgrow it and wait for ever
+            raise ConfigError(
+                f"max_model_len is {config.max_model_len}, but the KV pool holds only {num_pool_tokens} tokens",
+                field="max_model_len",
+            )
         self.config = config
         self.pool = pool
         self.tables = BlockTables(pool, config.block_size)
@@ -57,6 +67,7 @@ class Scheduler:
         self.num_reserved_blocks = 0
         self.num_reserved_forks = 0
         self._arrivals = 0
+        self._stuck: Sequence | None = None  # found no blocks or places in the last step
 
     # What comes and goes from outside.
 
@@ -68,11 +79,11 @@ class Scheduler:
     def reserve(self, forks: Sequenced[Sequence]) -> Reservation | None:
         """Blocks for all tokens but the last, found or new; None while there is no room.
 
-        Room means: a place for each fork, no preempted sequence that waits for memory, and a block to
-        grow into for each running sequence.
+        Room means: a place for each fork, no sequence that the last step had no room for, and a block
+        to grow into for each running sequence.
         """
         first = forks[0]
-        if self._preempted_wait() or self._places() < len(forks):
+        if self._stuck is not None or self._places() < len(forks):
             return None
         self.tables.extend_hashes(first)
         num_computed = first.num_tokens - 1
@@ -109,10 +120,10 @@ class Scheduler:
         """Takes out the sequences of a key, or those of some forks; what a step computes now goes when it ends."""
         named = None if forks is None else set(forks)
         for sequence in [s for s in (*self.running, *self.waiting) if s.key == key]:
-            if named is None or named.issuperset(sequence.forks):
-                sequence.aborted = True
-                if not sequence.in_flight:
-                    self._leave(sequence)
+            ended = sequence.forks if named is None else named.intersection(sequence.forks)
+            sequence.aborted_forks = sequence.aborted_forks.union(ended)
+            if not sequence.in_flight:
+                self._drop_aborted(sequence)
 
     def _arrive(self, sequence: Sequence) -> None:
         sequence.arrival = self._arrivals
@@ -126,6 +137,7 @@ class Scheduler:
         copies: dict[Sequence, tuple[int, int]] = {}
         preempted: set[Sequence] = set()
         budget = self.config.max_num_batched_tokens
+        self._stuck = None
 
         def preempt(victim: Sequence) -> None:
             nonlocal budget
@@ -134,6 +146,7 @@ class Scheduler:
             self._end_copies([copies.pop(victim)] if victim in copies else [])
             preempted.add(victim)
             self._preempt(victim)
+            self._stuck = victim
 
         def take(sequence: Sequence, *, may_preempt: bool) -> None:
             nonlocal budget
@@ -141,6 +154,7 @@ class Scheduler:
             while not self.tables.make_room(sequence, count, copies):
                 victim = self.running[-1] if may_preempt else sequence
                 if victim is sequence:  # it keeps what it has and waits: all that run came before it
+                    self._stuck = sequence
                     return
                 preempt(victim)
             chunks[sequence] = self._chunk(sequence, count)
@@ -149,14 +163,18 @@ class Scheduler:
         for sequence in sorted(self.running, key=lambda s: (self._gap(s) > 1, s.arrival)):
             if budget > 0 and sequence not in preempted:
                 take(sequence, may_preempt=True)
-        # where memory is short, nothing new comes in
-        while self.waiting and budget > 0 and not preempted and self._places() >= len(self.waiting[0].forks):
+        while self.waiting and budget > 0 and self._stuck is None:  # where room is short, nothing new comes in
             sequence = self.waiting[0]
+            if self._places() < len(sequence.forks):
+                self._stuck = sequence
+                break
             self.tables.find_prefix(sequence)
             take(sequence, may_preempt=False)
             if sequence not in chunks:
                 self.tables.free(sequence)
                 break
+            if sequence.num_cached_tokens is None:  # else it comes back from a preemption
+                sequence.num_cached_tokens = sequence.num_computed_tokens
             self.running.append(self.waiting.popleft())
         self.running.sort(key=lambda s: s.arrival)
         for sequence in chunks:
@@ -172,10 +190,9 @@ class Scheduler:
         self._end_copies(batch.copies)
         for chunk in batch.chunks:
             sequence = chunk.sequence
-            sampled = next(remaining) if chunk.samples else ()
-            sequence.in_flight = False
-            if sequence.aborted:
-                self._leave(sequence)
+            sampled = dict(zip(sequence.forks, next(remaining), strict=True)) if chunk.samples else {}
+            self._land(sequence)
+            if not sequence.forks:
                 continue
             before = sequence.num_computed_tokens
             sequence.num_computed_tokens += len(chunk.token_ids)
@@ -197,10 +214,10 @@ class Scheduler:
         failed = []
         self._end_copies(batch.copies)
         for chunk in batch.chunks:
-            chunk.sequence.in_flight = False
-            if not chunk.sequence.aborted:
+            self._land(chunk.sequence)
+            if chunk.sequence.forks:
                 failed.append((chunk.sequence, error))
-            self._leave(chunk.sequence)
+                self._leave(chunk.sequence)
         return replace(self._output((), (), (), 0), failed=tuple(failed))
 
     def load(self) -> EngineLoad:
@@ -234,7 +251,7 @@ class Scheduler:
 
     # Tokens.
 
-    def _append(self, sequence: Sequence, samples: Sequenced[Sample]) -> list[TokenOutput]:
+    def _append(self, sequence: Sequence, samples: dict[int, Sample]) -> list[TokenOutput]:
         """Each fork gets its token; afterwards each is a sequence of its own, or has left."""
         if sequence.prefill_only:  # its forks go on elsewhere, from the same blocks
             forks = [replace(sequence.split(index), block_ids=[]) for index in sequence.forks]
@@ -245,7 +262,8 @@ class Scheduler:
                 self.pool.share(fork.block_ids)
                 self.running.append(fork)
         outputs = []
-        for fork, sample in zip(forks, samples, strict=True):
+        for fork in forks:
+            sample = samples[fork.forks[0]]
             fork.token_ids.append(sample.token_id)
             self.tables.extend_hashes(fork)
             reason, stop_token = finish(fork, self.config)
@@ -257,7 +275,19 @@ class Scheduler:
             self._leave(sequence)
         return outputs
 
+    def _land(self, sequence: Sequence) -> None:
+        """Its step has ended: what was aborted meanwhile goes."""
+        sequence.in_flight = False
+        self._drop_aborted(sequence)
+
+    def _drop_aborted(self, sequence: Sequence) -> None:
+        sequence.forks = tuple(fork for fork in sequence.forks if fork not in sequence.aborted_forks)
+        if not sequence.forks:
+            self._leave(sequence)
+
     def _leave(self, sequence: Sequence) -> None:
+        if sequence is self._stuck:
+            self._stuck = None
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         self.tables.free(sequence)
 
@@ -273,9 +303,6 @@ class Scheduler:
     def _places(self) -> int:
         """How many more sequences may run."""
         return self.config.max_num_seqs - self.num_reserved_forks - sum(len(s.forks) for s in self.running)
-
-    def _preempted_wait(self) -> bool:
-        return bool(self.waiting) and self.waiting[0].num_cached_tokens is not None
 
     def _chunk(self, sequence: Sequence, count: int) -> ScheduledChunk:
         start = sequence.num_computed_tokens

@@ -103,7 +103,7 @@ class Sequence:
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks, as far as tokens go
     arrival: int = 0  # order of arrival in its engine, kept over preemptions
     in_flight: bool = False  # part of the batch that is being computed
-    aborted: bool = False
+    aborted_forks: frozenset[int] = frozenset()  # leave when the step that computes them has ended
     arrived_s: float = 0.0  # by the engine's clock
     started_s: float | None = None  # its first step began
 

@@ -1,0 +1,12 @@
+"""kvrelay router|prefill|decode: one role in this process, as a pod runs it."""
+
+import importlib
+from collections.abc import Sequence
+
+MODULES = {"router": "router", "prefill": "prefill_svc", "decode": "decode_svc"}
+
+
+def run(role: str, argv: Sequence[str]) -> int:
+    """The role's own main function, as `python -m` runs it."""
+    status: int = importlib.import_module(f"{MODULES[role]}.__main__").main(argv)
+    return status

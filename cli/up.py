@@ -1,0 +1,155 @@
+"""kvrelay up: a cluster of local processes, until Ctrl-C."""
+
+import argparse
+import asyncio
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+from cli.child import ChildSpec, Console, Ready
+from cli.cluster import Cluster, run_until_signal
+from common.config import (
+    POSITIVE,
+    EngineConfig,
+    RedisConfig,
+    RouterConfig,
+    WorkerConfig,
+    add_arguments,
+    env_of,
+    from_arguments,
+    setting,
+    to_arguments,
+)
+from common.errors import AddressInUse, ModelError
+from common.redis_server import find_redis_server, free_port, server_command
+
+PER_WORKER = ("host", "port", "advertise", "metrics_port", "worker_id")  # not one value for all workers
+BACKOFF_S = (1.0, 30.0)
+Stages = tuple[tuple[ChildSpec, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UpConfig:
+    """What a local cluster consists of."""
+
+    prefill: int = setting(1, "prefill workers (0: decode workers compute the prompts, too)", within=(0, None))
+    decode: int = setting(1, "decode workers", within=POSITIVE)
+    redis_url: str | None = setting(None, "an existing Redis (default: one of the cluster's own)")
+    redis_namespace: str | None = setting(None, "prefix of all keys (default: a random one)")
+    restart: bool = setting(False, "start again what dies")
+    startup_timeout: int = setting(300, "seconds until all must be ready", within=POSITIVE)
+    shutdown_timeout: int = setting(10, "seconds that router, workers and Redis each get to stop", within=POSITIVE)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """Everything about one local cluster."""
+
+    up: UpConfig
+    router: RouterConfig
+    engine: EngineConfig
+    worker: WorkerConfig
+
+    @classmethod
+    def from_arguments(cls, arguments: argparse.Namespace) -> "ClusterConfig":
+        return cls(
+            up=from_arguments(UpConfig, arguments),
+            router=from_arguments(RouterConfig, arguments),
+            engine=from_arguments(EngineConfig, arguments),
+            worker=from_arguments(WorkerConfig, arguments, skip=PER_WORKER),
+        )
+
+
+def divided_threads(workers: int) -> list[int]:
+    """This process's cores over the workers, at least one each."""
+    cores = len(os.sched_getaffinity(0))
+    return [max(1, cores // workers + (index < cores % workers)) for index in range(workers)]
+
+
+def child_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Without our settings, which the children get as flags."""
+    settings = {env_of(item) for kind in (UpConfig, RouterConfig, EngineConfig, WorkerConfig) for item in fields(kind)}
+    return {name: value for name, value in environ.items() if name not in settings} | {"PYTHONUNBUFFERED": "1"}
+
+
+def redis_ready(url: str, line: str) -> Ready | None:
+    """From a line of redis-server's log."""
+    return Ready("redis", url) if "Ready to accept connections" in line else None
+
+
+def plan(config: ClusterConfig) -> Stages:
+    """The processes in the order of their start. Raises StartupError for what is known to fail."""
+    up, env = config.up, child_environment()
+    stages: list[tuple[ChildSpec, ...]] = []
+    redis_url = up.redis_url
+    if redis_url is None:
+        port = free_port()
+        url = redis_url = f"redis://127.0.0.1:{port}/0"
+        command = tuple(server_command(find_redis_server(), port, log_level="notice"))
+        stages.append((ChildSpec("redis", command, env, lambda line: redis_ready(url, line), verbose=False),))
+    redis = RedisConfig(redis_url, up.redis_namespace or f"kvrelay-{secrets.token_hex(4)}")
+
+    def role(name: str, module: str, *configs: object) -> ChildSpec:
+        flags = [flag for each in configs for flag in to_arguments(each)]
+        # -P: a folder of the same name where the command was given must not be taken for the package
+        return ChildSpec(name, (sys.executable, "-P", "-m", module, *flags), env, essential=module == "router")
+
+    names = [f"prefill-{index}" for index in range(up.prefill)] + [f"decode-{index}" for index in range(up.decode)]
+    workers = []
+    for name, threads in zip(names, divided_threads(len(names)), strict=True):
+        engine = replace(config.engine, threads=config.engine.threads or threads)
+        worker = replace(config.worker, worker_id="" if up.redis_namespace else name)  # two clusters may share one
+        workers.append(role(name, f"{name.split('-')[0]}_svc", engine, worker, redis))
+    return (*stages, tuple(workers), (role("router", "router", config.router, redis),))
+
+
+def check(config: ClusterConfig) -> None:
+    """What would fail anyway fails before anything is started. Raises StartupError."""
+    if not Path(config.engine.model).exists():
+        raise ModelError(f"--model: there is no {config.engine.model}", field="model")
+    host, port = config.router.host, config.router.port
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        raise AddressInUse(f"--port: can't listen on {host}:{port}: {error.strerror}", field="port") from error
+
+
+def make_cluster(config: ClusterConfig, console: Console) -> Cluster:
+    """To be entered with `async with`, in the main thread."""
+    check(config)
+    return Cluster(
+        plan(config),
+        console,
+        startup_s=config.up.startup_timeout,
+        grace_s=config.up.shutdown_timeout,
+        restart_backoff_s=BACKOFF_S if config.up.restart else None,
+    )
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    text = "a cluster on this machine: Redis, workers and the router"
+    parser = subparsers.add_parser("up", help=text, description=f"Runs {text}, until Ctrl-C.")
+    add_arguments(parser, UpConfig, RouterConfig, EngineConfig)
+    add_arguments(parser, WorkerConfig, skip=PER_WORKER)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    return run_until_signal(_run(ClusterConfig.from_arguments(arguments)))
+
+
+async def _run(config: ClusterConfig) -> int:
+    began, console = asyncio.get_running_loop().time(), Console()
+    async with make_cluster(config, console) as cluster:
+        workers = f"{config.up.prefill} prefill, {config.up.decode} decode"
+        console.say(
+            f"ready {cluster.address('router')} ({workers}) in {asyncio.get_running_loop().time() - began:.1f} s"
+        )
+        try:
+            await cluster.run()
+        except asyncio.CancelledError:
+            console.say("stopping")  # asked to: no failure
+    return 1 if cluster.killed else 0

@@ -1,0 +1,60 @@
+"""Runs one batch through the model: tokens and blocks in, logits out."""
+
+from itertools import accumulate
+
+import torch
+
+from common.block_hash import BLOCK_SIZE
+from common.engine.batch import Batch, ScheduledChunk
+from common.engine.kv_cache import KVPool
+from common.engine.sequence import Sequence
+from common.model.decoder import Decoder
+from common.ops import StepInput
+
+
+class Runner:
+    """A model over one pool. One step at a time, on the caller's thread."""
+
+    def __init__(self, decoder: Decoder, pool: KVPool) -> None:
+        self._decoder = decoder
+        self._pool = pool
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Float32 logits [chunks that sample, vocab], in the order of those chunks."""
+        self._pool.copy_blocks(batch.copies)
+        if not batch.chunks:
+            return torch.empty(0, self._decoder.config.vocab_size)
+        self._clear_fresh_blocks(batch)
+        return self._decoder.forward(step_input(batch), self._pool.blocks)
+
+    def _clear_fresh_blocks(self, batch: Batch) -> None:
+        """What lies behind a sequence's last token in a block must be finite: it meets a probability of 0.
+
+        So a block that is begun and not filled loses what an earlier owner left.
+        """
+        for chunk in batch.chunks:
+            end = chunk.start + len(chunk.token_ids)
+            if end % BLOCK_SIZE and chunk.start <= end - end % BLOCK_SIZE:
+                self._pool.blocks[chunk.block_ids[end // BLOCK_SIZE]] = 0
+
+
+def step_input(batch: Batch) -> StepInput:
+    """A batch as tensors."""
+    chunks = batch.chunks
+    row_starts = tuple(accumulate((len(chunk.token_ids) for chunk in chunks), initial=0))
+    positions = [position for chunk in chunks for position in range(chunk.start, chunk.start + len(chunk.token_ids))]
+    token_blocks = [
+        chunk.block_ids[(chunk.start + i) // BLOCK_SIZE] for chunk in chunks for i in range(len(chunk.token_ids))
+    ]
+    longest = max(len(chunk.block_ids) for chunk in chunks)
+    tables = [chunk.block_ids + chunk.block_ids[:1] * (longest - len(chunk.block_ids)) for chunk in chunks]
+    return StepInput(
+        token_ids=torch.tensor([token_id for chunk in chunks for token_id in chunk.token_ids]),
+        positions=torch.tensor(positions),
+        token_blocks=torch.tensor(token_blocks),
+        row_starts=row_starts,
+        contexts=tuple(chunk.start + len(chunk.token_ids) for chunk in chunks),
+        block_tables=torch.tensor(tables),
+        sample_rows=torch.tensor([end - 1 for end, chunk in zip(row_starts[1:], chunks, strict=True) if chunk.samples], dtype=torch.int64),
+    )

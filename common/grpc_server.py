@@ -1,0 +1,117 @@
+"""What every gRPC server and channel here has in common: limits, keepalive, health and a clean stop."""
+
+import errno
+import os
+import socket
+from collections.abc import Sequence
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from common.deadlines import Deadlines
+from common.errors import AddressInUse, ConfigError, StartupError
+
+MAX_MESSAGE_BYTES = 64 * 2**20  # a submission of a million tokens has 5 MB
+Options = Sequence[tuple[str, int]]
+
+
+def _options(deadlines: Deadlines) -> list[tuple[str, int]]:
+    """A peer that hangs is noticed like one that is gone: a ping after suspect_s, given up at dead_s."""
+    patience_s = max(deadlines.dead_s - deadlines.suspect_s, deadlines.heartbeat_s)
+    return [
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.keepalive_time_ms", max(1, round(deadlines.suspect_s * 1000))),
+        ("grpc.keepalive_timeout_ms", max(1, round(patience_s * 1000))),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+def channel_options(deadlines: Deadlines) -> Options:
+    """For a channel to a worker: reconnects fast, and shares its connection with no other channel."""
+    return [
+        *_options(deadlines),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", max(100, round(deadlines.suspect_s * 1000))),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+
+
+def server_options(deadlines: Deadlines) -> Options:
+    """For a worker's server: accepts such pings, and never shares its port with another process."""
+    return [
+        *_options(deadlines),
+        ("grpc.so_reuseport", 0),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", 100),
+    ]
+
+
+def open_channel(address: str, deadlines: Deadlines) -> grpc.aio.Channel:
+    """A channel to host:port; it connects with the first call."""
+    return grpc.aio.insecure_channel(address, options=channel_options(deadlines))
+
+
+class GrpcServer:
+    """A server with the health service: add servicers to `server`, start(), then set_serving(True)."""
+
+    def __init__(self, host: str, port: int, deadlines: Deadlines) -> None:
+        self.server = grpc.aio.server(options=server_options(deadlines))
+        self.port = port  # after start() the one that is bound
+        self._host = host
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+
+    @property
+    def address(self) -> str:
+        """host:port as bound; to others it may be another."""
+        return join_address(self._host, self.port)
+
+    async def start(self) -> None:
+        """Binds and listens, not serving yet. Raises AddressInUse, or ConfigError for an impossible address."""
+        await self.set_serving(False)
+        try:
+            self.port = self.server.add_insecure_port(self.address)
+        except RuntimeError as error:
+            raise _bind_error(self._host, self.port) from error
+        await self.server.start()
+
+    async def set_serving(self, serving: bool) -> None:
+        """What the health service says of the whole server (service name "")."""
+        status = health_pb2.HealthCheckResponse
+        await self._health.set("", status.SERVING if serving else status.NOT_SERVING)
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Says not serving for good, takes no new call, and cancels after grace_s what still runs.
+
+        Streams without an end (Relay, health Watch) use up the whole grace: end one's own before.
+        """
+        await self._health.enter_graceful_shutdown()
+        await self.server.stop(grace_s)
+
+
+def join_address(host: str, port: int) -> str:
+    """host:port, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def _bind_error(host: str, port: int) -> StartupError:
+    """gRPC only says that it can't bind; a plain socket says why."""
+    address = join_address(host, port)
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+            probe.listen(1)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return AddressInUse(f"{address} is in use by another process", field="port")
+        reason = os.strerror(error.errno) if isinstance(error.errno, int) and error.errno > 0 else str(error)
+        return ConfigError(f"can't bind {address}: {reason}", field="host")
+    except (OverflowError, UnicodeError) as error:
+        return ConfigError(f"can't bind {address}: {error}", field="port")
+    return StartupError(f"gRPC can't bind {address}", field="port")

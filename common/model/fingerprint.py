@@ -1,0 +1,64 @@
+"""What has to be equal before two workers exchange KV: the model's bytes and the way the cache is laid out; no torch."""
+
+import hashlib
+import json
+from pathlib import Path
+
+from common.block_hash import BLOCK_SIZE, SCHEME
+from common.errors import ModelError
+from common.model.checkpoint import read_checkpoint
+from common.model.config import JsonFile
+
+SAMPLED_BYTES = 4096  # of each tensor: enough to tell a fine-tune apart, little enough to read at each start
+WIRE_VERSION = 1  # of proto/; raised when old and new peers would misread each other
+
+
+def _add(digest: "hashlib._Hash", *parts: bytes) -> None:
+    """Parts are length-prefixed so that no two lists of them collide."""
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+
+
+def model_fingerprint(directory: Path) -> str:
+    """SHA-256 (hex) of headers and the start of each tensor, config and tokenizer; the revision in block hashes.
+
+    Tensors are read in part only, so this is an identity, not an integrity check.
+    """
+    directory = Path(directory)
+    digest = hashlib.sha256()
+    config = JsonFile.read(directory / "config.json").content
+    _add(digest, json.dumps(config, sort_keys=True).encode(), _read(directory / "tokenizer.json"))
+    for file in read_checkpoint(directory):
+        _add(digest, file.header)
+        try:
+            with file.path.open("rb") as data:
+                for tensor in file.tensors:
+                    data.seek(tensor.offset)
+                    _add(digest, data.read(min(tensor.num_bytes, SAMPLED_BYTES)))
+        except OSError as error:
+            raise ModelError(f"{file.path} can't be read: {error.strerror}", field="model") from error
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"{path} can't be read: {error.strerror}", field="model") from error
+
+
+def fingerprint(
+    model: str,
+    *,
+    dtype: str,
+    kv_dtype: str,
+    layout_id: str,
+    block_size: int = BLOCK_SIZE,
+    hash_scheme: str = SCHEME,
+    wire_version: int = WIRE_VERSION,
+) -> str:
+    """SHA-256 (hex) of all that two workers must share; `model` is model_fingerprint's answer."""
+    digest = hashlib.sha256()
+    parts = (model, dtype, kv_dtype, layout_id, str(block_size), hash_scheme, str(wire_version))
+    _add(digest, *(part.encode() for part in parts))
+    return digest.hexdigest()

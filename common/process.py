@@ -1,0 +1,46 @@
+"""Children that don't outlive their parent."""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+
+PR_SET_PDEATHSIG = 1  # Linux, prctl(2)
+
+# Loaded here, because a forked child must not load libraries before it executes something.
+_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+def die_with_parent(parent_pid: int | None = None) -> bool:
+    """Asks the kernel to kill this process when its parent ends; False where the kernel can't (see watch_parent).
+
+    As a preexec_fn it survives the exec, so it works for any program:
+    `Popen(..., preexec_fn=partial(die_with_parent, os.getpid()))`. A role calls it first of all, with the
+    pid its parent gave it. A parent that is gone already is noticed by that pid, and this process ends.
+
+    The kernel means the parent *thread*: the child must be started from a thread that lives as long as
+    its process, which a thread of an executor need not.
+    """
+    if _libc is None:
+        return False
+    parent_pid = os.getppid() if parent_pid is None else parent_pid
+    if _libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent_pid:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return True
+
+
+def watch_parent(parent_pid: int, interval_s: float = 1.0) -> threading.Thread:
+    """The fallback for our own roles where die_with_parent returns False: a thread that looks now and then."""
+    never = threading.Event()
+
+    def watch() -> None:
+        while os.getppid() == parent_pid:
+            never.wait(interval_s)
+        os._exit(1)
+
+    thread = threading.Thread(target=watch, name="watch-parent", daemon=True)
+    thread.start()
+    return thread

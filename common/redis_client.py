@@ -1,0 +1,106 @@
+"""The connection to Redis: time-outs on every command, and what to say when it is gone."""
+
+import asyncio
+import contextlib
+import logging
+import re
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError, ResponseError
+
+from common.deadlines import Deadlines
+from common.errors import ConfigError, RedisUnreachable
+from common.log import get_logger, log_event
+
+LOGGER = get_logger("redis")
+OLDEST_REDIS = (6, 2)  # XTRIM MINID
+
+
+class Outage:
+    """One log line when Redis goes and one when it is back, however many parts of a process notice."""
+
+    def __init__(self) -> None:
+        self._failing: set[str] = set()
+
+    @property
+    def active(self) -> bool:
+        return bool(self._failing)
+
+    @contextlib.contextmanager
+    def noticed(self, part: str) -> Iterator[None]:
+        """Around commands: whatever goes wrong with Redis in it leaves as RedisUnreachable."""
+        try:
+            yield
+        except (RedisError, OSError) as error:
+            reason = str(error) or type(error).__name__
+            if not self._failing:
+                log_event(LOGGER, logging.WARNING, "redis is gone, going on without", part=part, reason=reason)
+            self._failing.add(part)
+            raise RedisUnreachable(f"Redis can't be used: {reason}") from error
+        if part in self._failing:
+            self._failing.discard(part)
+            if not self._failing:
+                log_event(LOGGER, logging.WARNING, "redis is back", part=part)
+
+
+async def connect(redis_url: str, deadlines: Deadlines) -> Redis:
+    """A client whose every command has a time-out, after one that worked. Raises RedisUnreachable or ConfigError.
+
+    The URL may hold a password: it goes into no message as a whole.
+    """
+    endpoint = _endpoint(redis_url)
+    try:
+        client = Redis.from_url(
+            redis_url,
+            socket_timeout=deadlines.rpc_s,
+            socket_connect_timeout=deadlines.connect_s,
+            retry=Retry(NoBackoff(), 0),  # who calls decides whether to try again
+            protocol=2,
+        )
+        client.connection_pool.make_connection()  # connects to nothing, but looks at the URL's options
+    except (ValueError, TypeError):  # its text may quote the URL
+        raise ConfigError(f"redis_url ({endpoint}) has a bad option", field="redis_url") from None
+    try:
+        async with asyncio.timeout(deadlines.connect_s):
+            await client.ping()
+            await _check_version(client)
+    except (RedisError, OSError, UnicodeError) as error:
+        await client.aclose()
+        reason = str(error) or f"no answer within {deadlines.connect_s:g} s"
+        raise RedisUnreachable(f"no usable Redis at {endpoint}: {reason}", field="redis_url") from error
+    except BaseException:
+        await client.aclose()
+        raise
+    return client
+
+
+def _endpoint(redis_url: str) -> str:
+    """Where the URL points, without user and password. Raises ConfigError that doesn't quote it."""
+    usage = "redis_url must be redis://[user:password@]host:port/database (or rediss:// or unix://)"
+    try:
+        parts = urlsplit(redis_url)
+        port = parts.port or 6379
+    except ValueError:
+        raise ConfigError(usage, field="redis_url") from None
+    if parts.scheme == "unix" and parts.path:
+        return f"unix://{parts.path}"
+    # A password with /, # or ? in it, not percent-encoded, ends the host early: the rest shows up behind it.
+    cut = parts.fragment or "@" in parts.path + parts.query
+    database = parts.path.strip("/") or "0"
+    if parts.scheme not in ("redis", "rediss") or cut or not database.isdecimal():
+        raise ConfigError(usage, field="redis_url")
+    return f"{parts.scheme}://{parts.hostname or 'localhost'}:{port}{parts.path}"
+
+
+async def _check_version(client: Redis) -> None:
+    try:
+        version = str((await client.info("server"))["redis_version"])
+    except (ResponseError, KeyError):  # not permitted, or not Redis itself
+        return
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers and tuple(map(int, numbers.groups())) < OLDEST_REDIS:
+        raise RedisError(f"version {version} is too old, 6.2 is needed")

@@ -1,0 +1,225 @@
+"""A worker process around its service: engine and step loop, gRPC, metrics, and its place in Redis."""
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from redis.asyncio import Redis
+
+from common.cache_events import CacheEventPublisher
+from common.config import EngineConfig, RedisConfig, WorkerConfig, from_arguments
+from common.deadlines import Deadlines
+from common.engine.batch import StepOutput
+from common.engine.build import BuiltEngine, build_engine
+from common.engine.engine import Engine
+from common.engine.kv_cache import KVPool
+from common.engine.loop import EngineLoop
+from common.errors import EngineFailure, RedisUnreachable
+from common.grpc_server import GrpcServer, join_address
+from common.layout import KVLayout
+from common.log import get_logger, log_event
+from common.metrics import WorkerMetrics, serve_worker_http
+from common.redis_client import connect
+from common.registry import Registry, WorkerRecord
+from common.role import announce_ready, run_role, stop_on_signals
+from common.version import VERSION
+
+log = get_logger("worker")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """Who this worker is, to routers and to other workers."""
+
+    role: str
+    worker_id: str
+    address: str  # host:port that others reach it at
+    epoch: int
+    fingerprint: str
+    model_revision: str
+    layout_id: str
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """What a service is given."""
+
+    info: WorkerInfo
+    engine: Engine
+    pool: KVPool
+    layout: KVLayout
+    server: GrpcServer
+    metrics: WorkerMetrics
+    deadlines: Deadlines
+    transport: str
+    clock: Callable[[], float]
+
+
+class Service(Protocol):
+    """What the process needs of a service."""
+
+    def register(self) -> None:
+        """Adds its servicers to the gRPC server, which is bound but not started."""
+        ...
+
+    def on_output(self, output: StepOutput) -> None:
+        """One step's results, on the event loop."""
+        ...
+
+    async def close(self) -> None:
+        """Gives up all it holds; the gRPC server has stopped."""
+        ...
+
+
+def run_worker(
+    role: str,
+    start_service: Callable[[Worker], Service],
+    argv: Sequence[str] | None,
+    *,
+    max_num_batched_tokens: int,
+    shared_pool: bool,
+) -> int:
+    """The main function of a worker role; returns the exit status.
+
+    What can fail for a reason outside comes first, in the order of its cost: flags, Redis, port, model.
+    """
+
+    async def main(arguments: argparse.Namespace) -> int:
+        settings = from_arguments(WorkerConfig, arguments)
+        redis_settings = from_arguments(RedisConfig, arguments)
+        deadlines = Deadlines().scaled(settings.deadline_scale)
+        async with AsyncExitStack() as stack:
+            redis = await connect(redis_settings.redis_url, deadlines)
+            stack.push_async_callback(redis.aclose)
+            server = GrpcServer(settings.host, settings.port, deadlines)
+            server.bind()
+            stack.push_async_callback(server.stop)
+            built = await asyncio.to_thread(
+                build_engine,
+                from_arguments(EngineConfig, arguments),
+                max_num_batched_tokens=max_num_batched_tokens,
+                shared_pool=shared_pool,
+                clock=time.monotonic,
+            )
+            stack.callback(built.pool.close)
+            worker = make_worker(role, built, server, settings, deadlines)
+            service = start_service(worker)
+            stop = stop_on_signals()
+            async with running(worker, service, built, redis, redis_settings.redis_namespace, settings, stop) as record:
+                announce_ready(role, record.address, epoch=record.epoch, metrics=record.http_address)
+                await stop.wait()
+        return 0
+
+    return run_role(role, (EngineConfig, WorkerConfig, RedisConfig), main, argv)
+
+
+def make_worker(
+    role: str, built: BuiltEngine, server: GrpcServer, settings: WorkerConfig, deadlines: Deadlines
+) -> Worker:
+    """A worker in a new epoch; its server is bound."""
+    address = settings.advertise or server.address
+    info = WorkerInfo(
+        role=role,
+        worker_id=settings.worker_id or f"{role}-{address}",
+        address=address,
+        epoch=secrets.randbits(63) + 1,
+        fingerprint=built.fingerprint,
+        model_revision=built.model_revision,
+        layout_id=built.layout.layout_id,
+        vocab_size=built.model.vocab_size,
+    )
+    return Worker(
+        info=info,
+        engine=built.engine,
+        pool=built.pool,
+        layout=built.layout,
+        server=server,
+        metrics=WorkerMetrics(built.name, role),
+        deadlines=deadlines,
+        transport=settings.transport,
+        clock=time.monotonic,
+    )
+
+
+@asynccontextmanager
+async def running(
+    worker: Worker,
+    service: Service,
+    built: BuiltEngine,
+    redis: Redis,
+    namespace: str,
+    settings: WorkerConfig,
+    stop: asyncio.Event,
+) -> AsyncIterator[WorkerRecord]:
+    """The worker at work: steps its engine, answers calls, is announced.
+
+    If the step loop dies, `stop` is set, and leaving the context raises EngineFailure.
+    """
+    info, deadlines, metrics = worker.info, worker.deadlines, worker.metrics
+    loop = asyncio.get_running_loop()
+    publisher = CacheEventPublisher(
+        redis, namespace, info.worker_id, info.epoch, worker.engine.cached_hashes, deadlines
+    )
+    deaths: list[BaseException] = []
+
+    def on_output(output: StepOutput) -> None:
+        metrics.on_step(output)
+        publisher.record(output.stored, output.removed)
+        service.on_output(output)
+
+    def on_death(error: BaseException) -> None:
+        deaths.append(error)
+        loop.call_soon_threadsafe(stop.set)
+
+    steps = EngineLoop(worker.engine, lambda output: loop.call_soon_threadsafe(on_output, output), on_death)
+    http = await serve_worker_http(
+        settings.host, settings.metrics_port, metrics.registry, lambda: (not deaths, "the step loop")
+    )
+    record = WorkerRecord(
+        role=info.role,
+        worker_id=info.worker_id,
+        address=info.address,
+        http_address=join_address(*http.addresses[0][:2]),
+        epoch=info.epoch,
+        fingerprint=info.fingerprint,
+        model_revision=info.model_revision,
+        served_model_name=built.name,
+        max_model_len=worker.engine.config.max_model_len,
+        num_blocks=built.pool.num_blocks,
+        block_size=built.layout.block_size,
+        layout_id=info.layout_id,
+        pid=os.getpid(),
+        version=VERSION,
+    )
+    registry = Registry(redis, namespace, deadlines)
+    service.register()
+    await worker.server.start()
+    steps.start()
+    await worker.server.set_serving(True)
+    with contextlib.suppress(RedisUnreachable):  # keep_announced goes on trying
+        await registry.announce(record)
+    tasks = [asyncio.create_task(registry.keep_announced(record)), asyncio.create_task(publisher.run())]
+    try:
+        yield record
+    finally:
+        with contextlib.suppress(RedisUnreachable):  # then health tells the routers
+            await registry.goodbye(record)
+        await worker.server.stop()
+        await service.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.to_thread(steps.stop, deadlines.drain_s)
+        await http.cleanup()
+    if deaths:
+        log_event(log, logging.CRITICAL, "the step loop died", exc_info=deaths[0])
+        raise EngineFailure(f"the step loop died: {deaths[0]}") from deaths[0]

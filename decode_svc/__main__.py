@@ -1,0 +1,33 @@
+"""A decode worker: python -m decode_svc."""
+
+import sys
+from collections.abc import Sequence
+
+from common.worker import Worker, run_worker
+from decode_svc.service import DecodeService
+from kvtransfer.reader import KVReader
+from kvtransfer.transport import choose
+
+# Smaller than on prefill workers: a prompt computed here delays every running sequence's next token.
+MAX_NUM_BATCHED_TOKENS = 256
+
+
+def start(worker: Worker) -> DecodeService:
+    """The service over the worker's engine, with a reader for other workers' KV."""
+    reader = KVReader(
+        worker.pool,
+        worker.layout,
+        worker.info.fingerprint,
+        worker.deadlines,
+        worker.clock,
+        transports=choose(worker.transport),
+    )
+    return DecodeService(worker, reader)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_worker("decode", start, argv, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS, shared_pool=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Who gets blocks next: submissions wait in order, under their leases, until the engine has room."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from collections.abc import Sequence as Sequenced
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from common.engine.engine import Engine
+from common.engine.scheduler import Reservation
+from common.engine.sequence import Sequence
+
+
+@dataclass(eq=False, slots=True)
+class Waiter:
+    forks: Sequenced[Sequence]
+    granted: asyncio.Future[Reservation]
+
+
+class Admission:
+    """First come, first served. All methods belong to one event loop."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._waiters: deque[Waiter] = deque()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiters)
+
+    @property
+    def waiting_blocks(self) -> int:
+        """Blocks that the waiting submissions would take, cached or not."""
+        size = self._engine.config.block_size
+        return sum(-(-waiter.forks[0].num_tokens // size) for waiter in self._waiters)
+
+    @asynccontextmanager
+    async def reserved(self, forks: Sequenced[Sequence]) -> AsyncIterator[Reservation]:
+        """Blocks for the forks' common tokens, to be filled in the body: afterwards the forks run.
+
+        If the body fails, or the wait is cancelled, the blocks are free again.
+        """
+        reservation = await self._reserve(forks)
+        try:
+            yield reservation
+        except BaseException:
+            self._engine.cancel(reservation)
+            self.poll()
+            raise
+        self._engine.admit(reservation)
+
+    async def _reserve(self, forks: Sequenced[Sequence]) -> Reservation:
+        waiter = Waiter(forks, asyncio.get_running_loop().create_future())
+        self._waiters.append(waiter)
+        self.poll()
+        try:
+            return await waiter.granted
+        except asyncio.CancelledError:
+            if waiter.granted.cancelled():
+                self._waiters.remove(waiter)
+            else:  # granted in the same turn of the loop
+                self._engine.cancel(waiter.granted.result())
+            self.poll()
+            raise
+
+    def poll(self) -> None:
+        """Grants what there is room for now; to be called whenever blocks or places may have become free."""
+        while self._waiters:
+            waiter = self._waiters[0]
+            if waiter.granted.cancelled():  # leaves the queue by itself
+                return
+            reservation = self._engine.reserve(waiter.forks)
+            if reservation is None:
+                return
+            self._waiters.popleft()
+            waiter.granted.set_result(reservation)

@@ -1,0 +1,180 @@
+"""Step 6 of a request: blocks for it, its KV from the holder, the holder's word, and then its tokens."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass, field
+
+from common.convert import load_to_proto, token_to_proto
+from common.engine.batch import StepOutput
+from common.engine.sequence import Sequence
+from common.errors import HandoverError, InvalidRequest, RequestTimeout
+from common.relay import RelayServer, Session, attempt_key
+from common.rpc import decode_pb2, decode_pb2_grpc, types_pb2
+from common.submission import sequences_of
+from common.worker import Worker
+from decode_svc.admission import Admission
+from kvtransfer.handle import KVHandle
+from kvtransfer.reader import KVReader
+
+
+@dataclass(eq=False, slots=True)
+class Decoding:
+    """An attempt on its way: its forks run in the engine, or wait for their KV."""
+
+    key: str
+    request: types_pb2.Submission
+    session: Session
+    live: set[int]
+    done: asyncio.Future[None]
+    dropped: set[int] = field(default_factory=set)  # forks aborted, perhaps before they run
+    answering: bool = False
+
+
+class DecodeService:
+    """Runs submissions with KV from elsewhere, or from the start. All methods belong to one event loop."""
+
+    def __init__(self, worker: Worker, reader: KVReader) -> None:
+        self.info = worker.info
+        self.engine = worker.engine
+        self.admission = Admission(worker.engine)
+        self._reader = reader
+        self._server = worker.server.server
+        self._metrics = worker.metrics
+        self._clock = worker.clock
+        self._deadlines = worker.deadlines
+        self._attempts: dict[str, Decoding] = {}
+        self.relay_server = RelayServer(
+            epoch=self.info.epoch,
+            fingerprint=self.info.fingerprint,
+            event_type=decode_pb2.DecodeEvent,
+            serve=self.serve,
+            abort_forks=self.abort_forks,
+            load=self.load,
+            heartbeat_s=self._deadlines.heartbeat_s,
+        )
+
+    def register(self) -> None:
+        """Adds this service to the gRPC server."""
+        decode_pb2_grpc.add_DecodeServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
+
+    async def close(self) -> None:
+        """Lets go of all holders; the streams have ended."""
+        await self._reader.close()
+
+    def Relay(
+        self, request_iterator: AsyncIterator[decode_pb2.DecodeCommand], context: object
+    ) -> AsyncIterator[decode_pb2.DecodeEvent]:
+        """The RPC of proto/decode.proto."""
+        return self.relay_server.relay(request_iterator)
+
+    async def serve(self, command: decode_pb2.DecodeSubmission, session: Session) -> None:
+        """One attempt until its last token; whatever ends it, engine, pool and holder forget it."""
+        submission = command.submission
+        key = attempt_key(command, session)
+        sequences = sequences_of(
+            submission,
+            key=key,
+            engine=self.engine,
+            model_revision=self.info.model_revision,
+            vocab_size=self.info.vocab_size,
+        )
+        live = {fork.index for fork in submission.forks}
+        attempt = Decoding(key, submission, session, live, asyncio.get_running_loop().create_future())
+        self._attempts[key] = attempt
+        try:
+            session.send(accepted=types_pb2.Accepted(key=submission.key))
+            async with asyncio.timeout(self._deadlines.request_s):
+                if command.HasField("handle"):
+                    await self._admit(attempt, KVHandle.from_proto(command.handle), sequences)
+                else:
+                    for sequence in sequences:
+                        self.engine.add(sequence)
+                await attempt.done
+        except TimeoutError as error:
+            raise RequestTimeout("the answer was not complete in time") from error
+        finally:
+            del self._attempts[key]
+            self.engine.abort(key)
+            self.admission.poll()
+
+    async def _admit(self, attempt: Decoding, handle: KVHandle, sequences: list[Sequence]) -> None:
+        """Brings the KV here and lets the forks run on it. Raises HandoverError with nothing kept."""
+        forks = [fork for sequence in sequences for fork in map(sequence.split, sequence.forks)]
+        if any(fork.num_tokens - 1 != handle.num_tokens for fork in forks):
+            raise InvalidRequest(f"the handle is for {handle.num_tokens} tokens, the forks need others", field="handle")
+        arrived = self._clock()
+        try:
+            async with self._reader.claimed(handle) as claim, self.admission.reserved(forks) as reservation:
+                reserved = self._clock()
+                cached = reservation.num_cached_blocks
+                pairs = zip(handle.block_ids[cached:], reservation.block_ids[cached:], strict=True)
+                stats = await claim.pull(list(pairs))
+                await claim.release()
+        except HandoverError as error:
+            self._metrics.on_handover_failure(error.code)
+            raise
+        self._metrics.on_handover(stats.transport, stats.bytes, stats.seconds)
+        admitted = decode_pb2.Admitted(
+            key=attempt.request.key,
+            cached_tokens=cached * self.engine.config.block_size,
+            bytes=stats.bytes,
+            handover_s=stats.seconds,
+            queue_s=reserved - arrived,
+            transport=stats.transport,
+        )
+        attempt.session.send(admitted=admitted)
+        if attempt.dropped:
+            self.engine.abort(attempt.key, attempt.dropped)
+
+    def abort_forks(self, key: str, forks: list[int]) -> None:
+        """The router wants no more of some forks; without any left the attempt is over."""
+        attempt = self._attempts.get(key)
+        if attempt is None:
+            return
+        attempt.dropped.update(forks)
+        self.engine.abort(key, forks)
+        self._end_forks(attempt, forks)
+
+    def _end_forks(self, attempt: Decoding, forks: Iterable[int]) -> None:
+        attempt.live.difference_update(forks)
+        if not attempt.live and not attempt.done.done():
+            attempt.done.set_result(None)
+
+    def on_output(self, output: StepOutput) -> None:
+        """One step's tokens, as one message to each router, and room for those who wait."""
+        messages: dict[str, decode_pb2.SequenceTokens] = {}
+        steps: dict[Session, decode_pb2.StepTokens] = {}
+        for token in output.tokens:
+            attempt = self._attempts.get(token.sequence.key)
+            if attempt is None or token.fork not in attempt.live:
+                continue
+            message = messages.get(attempt.key)
+            if message is None:
+                message = steps.setdefault(attempt.session, decode_pb2.StepTokens()).sequences.add()
+                message.key.CopyFrom(attempt.request.key)
+                messages[attempt.key] = message
+            message.tokens.append(token_to_proto(token))
+            if not attempt.answering:
+                self._add_timings(message, token.sequence)
+                attempt.answering = True
+            if token.finish_reason is not None:
+                self._end_forks(attempt, (token.fork,))
+        for session, step in steps.items():
+            session.send(step=step)
+        for sequence, error in output.failed:
+            attempt = self._attempts.get(sequence.key)
+            if attempt is not None and not attempt.done.done():
+                attempt.done.set_exception(error)
+        self.admission.poll()
+
+    def _add_timings(self, message: decode_pb2.SequenceTokens, sequence: Sequence) -> None:
+        started = sequence.started_s or sequence.arrived_s
+        message.cached_tokens = sequence.num_cached_tokens or 0
+        message.queue_s = started - sequence.arrived_s
+        message.prefill_s = self._clock() - started
+
+    def load(self) -> types_pb2.Load:
+        load = self.engine.load()
+        message = load_to_proto(load, reserved_blocks=load.reserved_blocks)
+        message.waiting += self.admission.num_waiting
+        return message

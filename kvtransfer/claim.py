@@ -1,0 +1,188 @@
+"""A reader's claim on one handle: keeps the lease alive, pulls the blocks, confirms with the holder."""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from common.deadlines import Deadlines
+from common.errors import HandoverError, KVExpired, KVRelayError, PullStalled, WorkerLost
+from common.log import get_logger, log_event
+from kvtransfer.connection import Connection
+from kvtransfer.handle import KVHandle
+from kvtransfer.transport import BlockMemory
+
+log = get_logger("kv")
+
+Clock = Callable[[], float]
+Sleep = Callable[[float], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class PullStats:
+    """What one pull moved; seconds from the first byte to the last."""
+
+    bytes: int
+    seconds: float
+    transport: str
+
+
+class Claim:
+    """One reader's hold on one handle. A claim gets an id of its own, so the holder tells two of them apart."""
+
+    def __init__(
+        self,
+        handle: KVHandle,
+        connection: Connection,
+        pool: BlockMemory,
+        deadlines: Deadlines,
+        clock: Clock,
+        sleep: Sleep,
+    ) -> None:
+        self.handle = handle
+        self._connection = connection
+        self._pool = pool
+        self._deadlines = deadlines
+        self._clock = clock
+        self._sleep = sleep
+        self._identity = (handle.id, handle.epoch, secrets.randbits(64) | 1)
+        self._renewer: asyncio.Task[None] | None = None
+        self._lease_s = handle.lease_s
+        self._renewed_at = clock()
+        self._pulls = 0
+        self._void: BaseException | None = None  # why what was copied can't be valid
+        self._answered = False  # the holder has nothing to free any more
+
+    async def pull(self, pairs: Sequence[tuple[int, int]]) -> PullStats:
+        """Copies the holder's block (first of a pair) into this pool's (second).
+
+        The destination blocks are the caller's, who may free them as soon as this returns or raises,
+        not before. It doesn't raise before the last byte is written, however late a stuck copy ends.
+        """
+        self._check_valid()
+        if not {source for source, _ in pairs} <= set(self.handle.block_ids):
+            raise HandoverError("a source block is not the handle's", field="block_ids")
+        if len({target for _, target in pairs}) != len(pairs):
+            raise HandoverError("a destination block comes twice", field="block_ids")
+        track = _Track(self._clock)
+        copying = asyncio.create_task(self._connection.transport.pull(pairs, self._pool, track.moved))
+        self._pulls += 1
+        try:
+            await self._wait(copying, track)
+            size = len(pairs) * self._pool.block_bytes
+            if track.bytes != size:
+                raise HandoverError(f"{track.bytes} of {size} bytes came")
+        except BaseException as error:
+            self._void = self._void or error
+            await _end(copying)
+            raise
+        finally:
+            self._pulls -= 1
+        return PullStats(size, track.last_at - track.first_at, self._connection.transport_name)
+
+    async def release(self) -> None:
+        """Confirms the copies and frees the holder's blocks. Raises KVExpired unless the holder held them until now."""
+        self._check_valid()
+        if self._pulls:
+            raise HandoverError("a pull is still running")
+        self._stop_renewing()
+        self._void = HandoverError("the claim has been released")
+        try:
+            held = await self._connection.client.release(*self._identity)
+        except KVRelayError as error:
+            self._answered = True
+            raise KVExpired(f"the holder did not confirm: {error.message}") from error
+        self._answered = True
+        if not held:
+            raise KVExpired("the lease ended before the copy did")
+
+    async def renew(self) -> None:
+        """Renews once; the first time claims the handle."""
+        try:
+            self._lease_s = await self._connection.client.renew(*self._identity)
+        except HandoverError as error:  # a refusal: there is nothing to release
+            self._answered = True
+            self._void = error
+            raise
+        self._renewed_at = self._clock()
+
+    def keep_renewing(self) -> None:
+        """Starts to renew every third of the lease."""
+        self._renewer = asyncio.create_task(self._renew_until_void())
+
+    def stop(self) -> bool:
+        """Ends the claim; False: the holder may still have the blocks, for this claim."""
+        self._stop_renewing()
+        self._void = self._void or HandoverError("the claim has ended")
+        return self._answered
+
+    async def give_up(self) -> None:
+        """Tells the holder that it may free the blocks; if that fails, the lease ends by itself."""
+        try:
+            await self._connection.client.release(*self._identity)
+        except KVRelayError as error:
+            log_event(log, logging.INFO, "claim left to expire", holder=self.handle.address, error=error.code)
+
+    async def _renew_until_void(self) -> None:
+        while self._void is None:
+            await self._sleep(self._lease_s / 3)
+            try:
+                await self.renew()
+            except WorkerLost as error:  # once or twice does no harm: the holder has the last word
+                if self._clock() - self._renewed_at >= self._lease_s:
+                    self._void = error
+            except Exception as error:  # a refusal, or a defect: either way nothing renews from here on
+                self._void = error
+
+    def _stop_renewing(self) -> None:
+        if self._renewer is not None:
+            self._renewer.cancel()
+
+    def _check_valid(self) -> None:
+        if self._void is not None:
+            raise KVExpired(f"the claim is void: {self._void}") from self._void
+
+    async def _wait(self, copying: asyncio.Task[None], track: "_Track") -> None:
+        """Until the copy has ended, stalls, or the claim is void."""
+        patience = self._deadlines.pull_progress_s
+        waited_for: set[asyncio.Task[Any]] = {copying} if self._renewer is None else {copying, self._renewer}
+        while True:
+            left = max(0.0, track.last_at + patience - self._clock())
+            done, _ = await asyncio.wait(waited_for, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if copying in done:
+                return copying.result()
+            self._check_valid()
+            if self._clock() - track.last_at >= patience:
+                raise PullStalled(f"no progress for {patience:g} s after {track.bytes} bytes")
+
+
+class _Track:
+    """How far a copy is; written by the copy's thread, read by the loop."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.bytes = 0
+        self.first_at = self.last_at = clock()
+
+    def moved(self, total: int) -> None:
+        self.last_at = self._clock()
+        if total == 0:
+            self.first_at = self.last_at
+        self.bytes = total
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    """Cancels the task and waits for its end, however often the caller is cancelled meanwhile."""
+    task.cancel()
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if not task.cancelled():
+        task.exception()  # seen: the caller raises its own
+    if cancelled is not None:
+        raise cancelled

@@ -1,0 +1,103 @@
+"""The holder's side of the hand-over: the KV service over a lease table, and the task that lets leases expire."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from common.convert import error_to_proto
+from common.errors import EpochMismatch, FingerprintMismatch, KVRelayError, TransportUnavailable
+from common.rpc import kv_pb2, kv_pb2_grpc
+from kvtransfer.handle import KVHandle
+from kvtransfer.lease import KVLease, LeaseTable
+from kvtransfer.transport import HolderTransport
+
+
+class KVHolder(kv_pb2_grpc.KVServicer):
+    """Answers readers and the router. Errors travel inside the replies, so that they keep their class."""
+
+    def __init__(
+        self,
+        table: LeaseTable,
+        *,
+        fingerprint: str,
+        layout_id: str,
+        transports: Sequence[HolderTransport],
+        clock: Callable[[], float],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._table = table
+        self._fingerprint = fingerprint
+        self._layout_id = layout_id
+        self._transports = {transport.name: transport for transport in transports}
+        self._clock = clock
+        self._sleep = sleep
+
+    def handle(self, lease: KVLease, *, address: str, request_id: str, attempt: int) -> KVHandle:
+        """What a reader needs to fetch the lease's blocks; `address` is where this service is reached."""
+        return KVHandle(
+            id=lease.id,
+            address=address,
+            epoch=self._table.epoch,
+            fingerprint=self._fingerprint,
+            layout_id=self._layout_id,
+            block_ids=lease.block_ids,
+            num_tokens=lease.num_tokens,
+            lease_s=self._table.lease_s,
+            request_id=request_id,
+            attempt=attempt,
+        )
+
+    async def run(self) -> None:
+        """Frees what expires, until cancelled. A lease begun during a sleep ends after it: none is shorter."""
+        while True:
+            now = self._clock()
+            self._table.expire(now)
+            due = self._table.next_expiry()
+            await self._sleep(self._table.lease_s if due is None else due - now)
+
+    async def Connect(self, request: kv_pb2.ConnectRequest, context: Any) -> kv_pb2.ConnectReply:
+        try:
+            self._check_epoch(request.epoch)
+            if request.fingerprint != self._fingerprint:
+                raise FingerprintMismatch("the reader's model is another one than the holder's", field="fingerprint")
+            if request.layout_id != self._layout_id:
+                raise FingerprintMismatch(
+                    f"the reader's KV layout is {request.layout_id!r}, the holder's {self._layout_id!r}",
+                    field="layout_id",
+                )
+            offers = [transport.offer() for transport in self._transports.values()]
+        except KVRelayError as error:
+            return kv_pb2.ConnectReply(error=error_to_proto(error))
+        return kv_pb2.ConnectReply(
+            offers=[kv_pb2.TransportOffer(name=offer.name, params=offer.params) for offer in offers]
+        )
+
+    async def Prove(self, request: kv_pb2.ProveRequest, context: Any) -> kv_pb2.ProveReply:
+        try:
+            self._check_epoch(request.epoch)
+            transport = self._transports.get(request.transport)
+            if transport is None:
+                raise TransportUnavailable(f"this holder has no transport {request.transport!r}", field="transport")
+            if not transport.verify(request.proof):
+                raise TransportUnavailable("the proof is wrong: that was not this holder's memory", field="proof")
+        except KVRelayError as error:
+            return kv_pb2.ProveReply(error=error_to_proto(error))
+        return kv_pb2.ProveReply()
+
+    async def Renew(self, request: kv_pb2.RenewRequest, context: Any) -> kv_pb2.RenewReply:
+        try:
+            lease_s = self._table.renew(request.handle_id, request.epoch, request.reader_id)
+        except KVRelayError as error:
+            return kv_pb2.RenewReply(error=error_to_proto(error))
+        return kv_pb2.RenewReply(lease_s=lease_s)
+
+    async def Release(self, request: kv_pb2.ReleaseRequest, context: Any) -> kv_pb2.ReleaseReply:
+        try:
+            held = self._table.release(request.handle_id, request.epoch, request.reader_id)
+        except KVRelayError as error:
+            return kv_pb2.ReleaseReply(error=error_to_proto(error))
+        return kv_pb2.ReleaseReply(held_until_now=held)
+
+    def _check_epoch(self, epoch: int) -> None:
+        if epoch != self._table.epoch:
+            raise EpochMismatch("the handle is from an earlier life of this worker", field="epoch")

@@ -1,0 +1,120 @@
+"""How blocks get from a holder's pool into a reader's: the contract of a transport, and all of them by name."""
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from common.errors import ConfigError, TransportUnavailable
+
+AUTO = "auto"
+MODULES = {"shm": "kvtransfer.shm"}  # best first; a module is imported when its transport is wanted
+
+
+class BlockMemory(Protocol):
+    """A pool that blocks are copied into. Whoever pulls owns the destination blocks meanwhile."""
+
+    @property
+    def memory(self) -> memoryview:
+        """Writable bytes of all blocks; block i starts at i * block_bytes."""
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    @property
+    def num_blocks(self) -> int: ...
+
+
+class SharedMemory(Protocol):
+    """A pool in a memfd that other processes may map: a header page, then the blocks."""
+
+    @property
+    def fd(self) -> int: ...
+
+    @property
+    def nonce(self) -> bytes:
+        """Random bytes that only a process with access to the memory can know."""
+
+    @property
+    def nonce_offset(self) -> int: ...
+
+    @property
+    def blocks_offset(self) -> int: ...
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    @property
+    def num_blocks(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A way to the holder's pool, as text."""
+
+    name: str
+    params: Mapping[str, str]
+
+
+class HolderTransport(Protocol):
+    """The holder's half: says how to reach the pool and checks that a reader did."""
+
+    @property
+    def name(self) -> str: ...
+
+    def offer(self) -> Offer: ...
+
+    def verify(self, proof: bytes) -> bool: ...
+
+
+Progress = Callable[[int], None]  # bytes copied so far, first 0; may be called from another thread
+
+
+class ReaderTransport(Protocol):
+    """The reader's half, one for each connection."""
+
+    async def open(self, offer: Offer) -> bytes:
+        """Reaches the holder's pool and returns the proof. Raises TransportUnavailable."""
+
+    async def pull(self, pairs: Sequence[tuple[int, int]], pool: BlockMemory, progress: Progress) -> None:
+        """Copies the holder's block (first of a pair) into the pool's (second).
+
+        Returns or raises, also when cancelled, only after the last byte is written: then, and only
+        then, the destination blocks may be used or freed. Raises HandoverError.
+        """
+
+    def close(self) -> None:
+        """Lets go of the holder's pool; no pull is running."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """One entry of the registry. `holder` raises TransportUnavailable for a pool it can't offer."""
+
+    name: str
+    holder: Callable[[SharedMemory], HolderTransport]
+    reader: Callable[[Executor], ReaderTransport]  # copies run in the executor
+
+
+def choose(setting: str = AUTO) -> tuple[Transport, ...]:
+    """The transports to try, best first: all of them, or those of a comma-separated list. Raises ConfigError."""
+    names = list(MODULES) if setting == AUTO else [name.strip() for name in setting.split(",")]
+    unknown = [name for name in names if name not in MODULES]
+    if unknown:
+        raise ConfigError(f"no transport {unknown[0]!r}; there are: {AUTO}, {', '.join(MODULES)}", field="transport")
+    return tuple(cast(Transport, importlib.import_module(MODULES[name]).TRANSPORT) for name in dict.fromkeys(names))
+
+
+def holders(transports: Sequence[Transport], pool: SharedMemory) -> list[HolderTransport]:
+    """The holder's halves that work with this pool. Raises TransportUnavailable if none does."""
+    usable: list[HolderTransport] = []
+    problems: list[str] = []
+    for transport in transports:
+        try:
+            usable.append(transport.holder(pool))
+        except TransportUnavailable as error:
+            problems.append(f"{transport.name}: {error}")
+    if not usable:
+        raise TransportUnavailable(f"no transport can offer this pool ({'; '.join(problems)})", field="transport")
+    return usable

@@ -1,0 +1,156 @@
+"""Step 4 of a request: the prompt's KV, the first token, and the blocks held for whoever decodes."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from common.convert import load_to_proto, token_to_proto
+from common.engine.batch import StepOutput, TokenOutput
+from common.engine.sequence import Sequence
+from common.errors import InvalidRequest, KVRelayError, RequestTimeout
+from common.relay import RelayServer, Session, attempt_key
+from common.rpc import kv_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
+from common.submission import sequences_of
+from common.worker import Worker
+from kvtransfer.holder import KVHolder
+from kvtransfer.lease import LeaseTable
+
+
+@dataclass(slots=True)
+class Prefilled:
+    """What the engine made of a prompt: a token a fork, and the blocks unless all forks are finished."""
+
+    tokens: list[TokenOutput]
+    block_ids: tuple[int, ...]
+
+
+@dataclass(eq=False, slots=True)
+class Prefilling:
+    """An attempt on its way through the engine."""
+
+    request: types_pb2.Submission
+    session: Session
+    sequence: Sequence
+    done: asyncio.Future[Prefilled]
+    block_ids: tuple[int, ...] = field(default=())  # parked for it, until a lease owns them
+
+
+class PrefillService:
+    """Runs submissions through the engine. All methods belong to one event loop."""
+
+    def __init__(self, worker: Worker, leases: LeaseTable, holder: KVHolder) -> None:
+        self.info = worker.info
+        self.engine = worker.engine
+        self.leases = leases
+        self.holder = holder
+        self._server = worker.server.server
+        self._metrics = worker.metrics
+        self._clock = worker.clock
+        self._deadlines = worker.deadlines
+        self._attempts: dict[str, Prefilling] = {}
+        self.relay_server = RelayServer(
+            epoch=self.info.epoch,
+            fingerprint=self.info.fingerprint,
+            event_type=prefill_pb2.PrefillEvent,
+            serve=self.serve,
+            abort_forks=lambda key, forks: None,  # forks have no sequence of their own here yet
+            load=self.load,
+            heartbeat_s=self._deadlines.heartbeat_s,
+        )
+
+        self._expiry = asyncio.create_task(holder.run())
+
+    def register(self) -> None:
+        """Adds this service and the holder to the gRPC server."""
+        prefill_pb2_grpc.add_PrefillServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
+        kv_pb2_grpc.add_KVServicer_to_server(self.holder, self._server)  # type: ignore[no-untyped-call]
+
+    async def close(self) -> None:
+        """Frees what is held; the streams have ended."""
+        self._expiry.cancel()
+        await asyncio.gather(self._expiry, return_exceptions=True)
+        self.leases.close()
+
+    def Relay(
+        self, request_iterator: AsyncIterator[prefill_pb2.PrefillCommand], context: object
+    ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+        """The RPC of proto/prefill.proto."""
+        return self.relay_server.relay(request_iterator)
+
+    async def serve(self, submission: types_pb2.Submission, session: Session) -> None:
+        """One attempt, from its tokens to FirstTokens; whatever ends it, the engine and the pool forget it."""
+        key = attempt_key(submission, session)
+        sequence, *others = sequences_of(
+            submission,
+            key=key,
+            engine=self.engine,
+            model_revision=self.info.model_revision,
+            vocab_size=self.info.vocab_size,
+        )
+        if others:
+            raise InvalidRequest("forks with different output resume one by one", field="forks")
+        sequence.prefill_only = True
+        attempt = Prefilling(submission, session, sequence, asyncio.get_running_loop().create_future())
+        self._attempts[key] = attempt
+        try:
+            session.send(accepted=types_pb2.Accepted(key=submission.key))
+            self.engine.add(sequence)
+            try:
+                async with asyncio.timeout(self._deadlines.request_s):
+                    prefilled = await attempt.done
+            except TimeoutError as error:
+                raise RequestTimeout("the prompt was not computed in time") from error
+            self._send_first_tokens(attempt, prefilled)
+        finally:
+            del self._attempts[key]
+            self.engine.abort(key)
+            self.engine.free_blocks(attempt.block_ids)
+
+    def _send_first_tokens(self, attempt: Prefilling, prefilled: Prefilled) -> None:
+        sequence, now = attempt.sequence, self._clock()
+        first = prefill_pb2.FirstTokens(
+            key=attempt.request.key,
+            tokens=[token_to_proto(token) for token in prefilled.tokens],
+            cached_tokens=sequence.num_cached_tokens or 0,
+            queue_s=(sequence.started_s or now) - sequence.arrived_s,
+            prefill_s=now - (sequence.started_s or now),
+        )
+        if prefilled.block_ids:
+            lease = self.leases.hold(attempt.request.key.request_id, prefilled.block_ids, sequence.num_tokens)
+            attempt.block_ids = ()
+            key = attempt.request.key
+            handle = self.holder.handle(
+                lease, address=self.info.address, request_id=key.request_id, attempt=key.attempt
+            )
+            first.handle.CopyFrom(handle.to_proto())
+        attempt.session.send(first_tokens=first)
+
+    def on_output(self, output: StepOutput) -> None:
+        """Takes one step's results to the attempts they belong to; blocks that nobody waits for are freed."""
+        for sequence, computed in output.progress:
+            if attempt := self._attempts.get(sequence.key):
+                progress = prefill_pb2.Progress(
+                    key=attempt.request.key, computed_tokens=computed, total_tokens=sequence.num_tokens
+                )
+                attempt.session.send(progress=progress)
+        tokens: dict[str, list[TokenOutput]] = {}
+        for token in output.tokens:
+            tokens.setdefault(token.sequence.key, []).append(token)
+        blocks = {sequence.key: block_ids for sequence, block_ids in output.parked}
+        for key, outputs in tokens.items():
+            attempt = self._attempts.get(key)
+            if attempt is None or attempt.done.done():
+                self.engine.free_blocks(blocks.get(key, ()))
+                continue
+            attempt.block_ids = blocks.get(key, ())
+            attempt.done.set_result(Prefilled(outputs, attempt.block_ids))
+        for sequence, error in output.failed:
+            self._fail(sequence.key, error)
+
+    def _fail(self, key: str, error: KVRelayError) -> None:
+        attempt = self._attempts.get(key)
+        if attempt is not None and not attempt.done.done():
+            attempt.done.set_exception(error)
+
+    def load(self) -> types_pb2.Load:
+        return load_to_proto(self.engine.load(), held_blocks=self.leases.held_blocks)

@@ -1,0 +1,128 @@
+"""From a checked request to what the pipeline takes: token ids, sampling parameters, room in the context."""
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from common.engine.sequence import SamplingParams
+from common.errors import ContextLengthExceeded, InvalidRequest
+from common.model.config import GenerationDefaults
+from router.generation import GenerationRequest
+from router.openai import ChatRequest, CompletionRequest, Request
+from router.text import TextModel
+
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
+MAX_ANSWERS = 256  # of one HTTP request, over all its prompts
+SMALLEST = 2.0**-126  # the wire's numbers are 32-bit: below this a positive number might become 0
+
+
+class RequestBuilder:
+    """Fills in defaults and checks lengths against one model; every error is an InvalidRequest."""
+
+    def __init__(
+        self, text: TextModel, max_model_len: int, new_id: Callable[[], str] = lambda: secrets.token_hex(16)
+    ) -> None:
+        self._text = text
+        self._max_model_len = max_model_len
+        self._vocab_size = text.config.vocab_size
+        self._new_id = new_id
+
+    def chat(self, request: ChatRequest) -> list[GenerationRequest]:
+        """One generation."""
+        asked, field = request.max_tokens, "max_tokens"
+        if request.max_completion_tokens is not None:
+            asked, field = request.max_completion_tokens, "max_completion_tokens"
+        params = self._params(request, asked, (request.top_logprobs or 0) if request.logprobs else None)
+        messages = [message.for_template() for message in request.messages]
+        prompt_ids = self._text.encode_chat(messages, limit=self._max_model_len)
+        room = self._room(prompt_ids, "messages", asked, field)
+        return [self._generation(request, prompt_ids, params, asked or room)]
+
+    def completion(self, request: CompletionRequest) -> list[GenerationRequest]:
+        """One generation a prompt."""
+        prompts = request.prompts
+        if len(prompts) * request.n > MAX_ANSWERS:
+            raise InvalidRequest(f"prompts times n must be at most {MAX_ANSWERS} answers", field="prompt")
+        params = self._params(request, request.max_tokens, request.logprobs)
+        generations = []
+        for number, prompt in enumerate(prompts):
+            field = "prompt" if len(prompts) == 1 else f"prompt[{number}]"
+            prompt_ids = self._text.encode(prompt, self._max_model_len) if isinstance(prompt, str) else prompt
+            room = self._room(prompt_ids, field, request.max_tokens, "max_tokens")
+            max_tokens = request.max_tokens or min(COMPLETION_MAX_TOKENS, room)
+            generations.append(self._generation(request, prompt_ids, params, max_tokens))
+        return generations
+
+    def _params(self, request: Request, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """Checked before anything is tokenized."""
+        params = sampling_params(request, self._text.generation, max_tokens or self._max_model_len, logprobs)
+        params.validate(self._vocab_size)
+        return params
+
+    def _room(self, prompt_ids: Sequence[int], prompt_field: str, asked: int | None, field: str) -> int:
+        """Tokens that the context has left for the answer."""
+        if not prompt_ids:
+            raise InvalidRequest(f"{prompt_field} must not be empty", field=prompt_field)
+        if max(prompt_ids) >= self._vocab_size:
+            unknown = next(token_id for token_id in prompt_ids if token_id >= self._vocab_size)
+            raise InvalidRequest(
+                f"{prompt_field} has token {unknown}, but the model only has {self._vocab_size}", field=prompt_field
+            )
+        room = self._max_model_len - len(prompt_ids)
+        if room < 1:
+            raise ContextLengthExceeded(
+                f"{prompt_field} has {len(prompt_ids)} tokens; with at least one for the answer "
+                f"that is more than the context length of {self._max_model_len} tokens",
+                field=prompt_field,
+            )
+        if asked is not None and asked > room:
+            raise ContextLengthExceeded(
+                f"{field} is {asked}, but {len(prompt_ids)} of the context length of {self._max_model_len} tokens "
+                f"are the prompt's, which leaves {room}",
+                field=field,
+            )
+        return room
+
+    def _generation(
+        self, request: Request, prompt_ids: Sequence[int], params: SamplingParams, max_tokens: int
+    ) -> GenerationRequest:
+        seed = secrets.randbits(64) if request.seed is None else params.seed
+        params = replace(params, max_tokens=max_tokens, seed=seed)
+        params.validate(self._vocab_size)  # again: min_tokens may not fit
+        return GenerationRequest(
+            request_id=self._new_id(),
+            prompt_ids=tuple(prompt_ids),
+            params=params,
+            n=request.n,
+            stop=request.stops,
+            include_stop_str_in_output=request.include_stop_str_in_output,
+            skip_special_tokens=request.skip_special_tokens,
+            cache_salt=request.cache_salt or "",
+        )
+
+
+def sampling_params(
+    request: Request, defaults: GenerationDefaults, max_tokens: int, logprobs: int | None
+) -> SamplingParams:
+    """The client's wish, else the model's recommendation, else no change of the distribution."""
+
+    def first(wish: float | None, recommended: float | None, neutral: float) -> float:
+        value = next((value for value in (wish, recommended) if value is not None), neutral)
+        return SMALLEST if 0 < value < SMALLEST else value
+
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=request.min_tokens,
+        temperature=first(request.temperature, defaults.temperature, 1.0),
+        top_p=first(request.top_p, defaults.top_p, 1.0),
+        top_k=max(int(first(request.top_k, defaults.top_k, 0)), 0),
+        min_p=first(request.min_p, defaults.min_p, 0.0),
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        repetition_penalty=first(request.repetition_penalty, defaults.repetition_penalty, 1.0),
+        seed=(request.seed or 0) % 2**64,  # -1 is 2^64 - 1: OpenAI's seeds are signed
+        logit_bias=tuple((int(token_id), bias) for token_id, bias in request.logit_bias.items()),
+        logprobs=logprobs,
+        stop_token_ids=tuple(request.stop_token_ids),
+        ignore_eos=request.ignore_eos,
+    )

@@ -1,0 +1,241 @@
+"""A request's way through both pools (steps 3 to 8), and its way back after a worker was lost.
+
+Whatever dies, the request is submitted again with all the tokens it has: nothing is lost, repeated or rebased.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+from common.deadlines import Deadlines
+from common.errors import HandoverError, KVRelayError, RequestTimeout
+from common.log import get_logger, log_event
+from common.metrics import RouterMetrics
+from common.rpc import decode_pb2, prefill_pb2
+from kvtransfer.handle import KVHandle
+from kvtransfer.lease import ROUTER
+from router.answer import Answer
+from router.clients import WorkerClient
+from router.generation import Delta, Generation
+from router.run import Run
+from router.text import TextModel
+from router.workers import Workers
+
+log = get_logger("pipeline")
+MAX_ATTEMPTS = 6  # of one request, resumed forks together
+PREFILL_TOKENS_S = 200.0  # slower than any engine that is worth waiting for
+
+
+class Held:
+    """A handle that the router keeps alive until a decode worker has what it names."""
+
+    def __init__(self, handle: KVHandle) -> None:
+        self.handle = handle
+        self.taken = False
+
+
+class Pipeline:
+    """Carries requests through the pools. Lives on one event loop."""
+
+    def __init__(
+        self,
+        workers: Workers,
+        text: TextModel,
+        metrics: RouterMetrics,
+        deadlines: Deadlines,
+        clock: Callable[[], float],
+    ) -> None:
+        self._workers = workers
+        self._text = text
+        self._metrics = metrics
+        self._deadlines = deadlines
+        self._clock = clock
+        self._running = 0
+        self._background: set[asyncio.Task[None]] = set()
+
+    async def generate(self, generation: Generation) -> AsyncIterator[Delta]:
+        """The answers' deltas as they come. Closing the iterator frees both workers; raises KVRelayError."""
+        run = Run(generation, self._text, self._metrics, self._clock)
+        self._count(1)
+        driver = asyncio.create_task(self._drive(run))
+        try:
+            open_answers = run.request.n
+            while open_answers:
+                item = await run.outbox.get()
+                if isinstance(item, KVRelayError):
+                    raise item
+                open_answers -= item.finish_reason is not None
+                yield item
+            self._report(run)
+        finally:
+            driver.cancel()
+            await asyncio.gather(driver, return_exceptions=True)
+            self._count(-1)
+
+    async def close(self) -> None:
+        """Waits for releases that are still on their way; each has its deadline."""
+        await asyncio.gather(*self._background)
+
+    async def _drive(self, run: Run) -> None:
+        try:
+            async with asyncio.timeout(self._deadlines.request_s):
+                await self._answer(run, run.answers)
+        except TimeoutError:
+            run.outbox.put_nowait(RequestTimeout(f"not complete within {self._deadlines.request_s:g} s"))
+        except KVRelayError as error:
+            run.outbox.put_nowait(error)
+        except Exception as error:
+            log_event(log, logging.ERROR, "request failed", request=run.request.request_id, exc_info=error)
+            run.outbox.put_nowait(KVRelayError("internal error"))
+
+    async def _answer(self, run: Run, answers: list[Answer], tries: int = 0) -> None:
+        """Until these answers are finished, whatever dies on the way."""
+        while answers:
+            tries += 1
+            try:
+                return await self._attempt(run, answers)
+            except KVRelayError as error:
+                if not error.resumable or tries == MAX_ATTEMPTS:
+                    raise
+                self._metrics.on_resume(error.code)
+                request, reason = run.request.request_id, error.message
+                log_event(log, logging.WARNING, "resuming", request=request, code=error.code, reason=reason)
+            answers = [answer for answer in answers if not answer.finished]
+            if len(answers) > 1 and any(answer.output_ids for answer in answers):
+                return await _all(self._answer(run, [answer], tries) for answer in answers)
+        return None
+
+    async def _attempt(self, run: Run, answers: list[Answer]) -> None:
+        """Prefill, hand-over, decode; or decode alone where there is no prefill pool."""
+        run.report.attempts += 1
+        number = run.report.attempts
+        before = run.elapsed_s()
+        tokens = self._tokens(run, answers)
+        salt = run.request.cache_salt
+        await self._workers.decode_worker(tokens, salt, None)  # without one, a prefill would be in vain
+        run.report.router_queue_s += run.elapsed_s() - before
+        picked = self._workers.pick_prefill(tokens, salt)
+        if picked is None:
+            return await self._decode(run, answers, number, None)
+        client, expectation = picked
+        try:
+            first = await self._prefill(run, answers, number, client)
+        finally:
+            expectation.answered()
+        for token in first.tokens:
+            run.accept(token)
+        live = [answer for answer in answers if not answer.finished]
+        if not first.HasField("handle"):
+            if live:
+                raise HandoverError("the prefill worker sent tokens without their KV")
+            return None
+        async with self._held(client, KVHandle.from_proto(first.handle)) as held:
+            if live:
+                await self._decode(run, live, number, held)
+
+    def _tokens(self, run: Run, answers: list[Answer]) -> tuple[int, ...]:
+        """The prompt and what the answers have in common so far."""
+        return (*run.request.prompt_ids, *(answers[0].output_ids if len(answers) == 1 else ()))
+
+    async def _prefill(
+        self, run: Run, answers: list[Answer], number: int, client: WorkerClient
+    ) -> prefill_pb2.FirstTokens:
+        submission = run.submission(answers, client, number)
+        num_tokens = len(submission.prompt_ids) + len(submission.forks[0].output_ids)
+        queued = client.charged_tokens + client.load.waiting_tokens
+        patience_s = self._deadlines.prefill_s + 5 * (queued + num_tokens) / PREFILL_TOKENS_S
+        command = prefill_pb2.PrefillCommand(submit=submission)
+        with client.attempt(submission.key, command, num_tokens) as stream:
+            while True:
+                kind, message = await stream.next(patience_s)
+                if kind == "first_tokens":
+                    break
+            stream.ended = True
+        run.note_prefill(message, client.record.worker_id)
+        return cast(prefill_pb2.FirstTokens, message)
+
+    async def _decode(self, run: Run, answers: list[Answer], number: int, held: Held | None) -> None:
+        """Tokens until these answers are finished, on KV from the handle or, without one, from the start."""
+        before = run.elapsed_s()
+        fingerprint = held.handle.fingerprint if held else None
+        tokens = self._tokens(run, answers)
+        client = await self._workers.decode_worker(tokens, run.request.cache_salt, fingerprint)
+        run.report.router_queue_s += run.elapsed_s() - before
+        run.report.decode_worker = client.record.worker_id
+        submission = run.submission(answers, client, number)
+        handle = held.handle.to_proto() if held else None
+        command = decode_pb2.DecodeCommand(submit=decode_pb2.DecodeSubmission(submission=submission, handle=handle))
+        live = {answer.index for answer in answers}
+        with client.attempt(submission.key, command, len(tokens)) as stream:
+            while live:
+                kind, message = await stream.next(self._deadlines.decode_token_s)
+                if kind == "admitted":
+                    run.note_handover(message)
+                    if held:
+                        held.taken = True
+                elif kind == "tokens":
+                    if message.prefill_s and held is None:
+                        run.note_prefill(message, client.record.worker_id)
+                    for token in message.tokens:
+                        run.accept(token)
+                        if run.answers[token.fork].finished:
+                            if not token.finish_reason:  # a stop string, which only the router knows
+                                client.abort(submission.key, (token.fork,))
+                            live.discard(token.fork)
+            stream.ended = True
+
+    @asynccontextmanager
+    async def _held(self, holder: WorkerClient, handle: KVHandle) -> AsyncIterator[Held]:
+        """Renews the handle until a decode worker has its KV; if none gets it, the blocks are free at once."""
+        held = Held(handle)
+        renewer = asyncio.create_task(self._renew(holder, held))
+        try:
+            yield held
+        finally:
+            renewer.cancel()
+            if not held.taken:
+                release = asyncio.create_task(self._release(holder, handle))
+                self._background.add(release)
+                release.add_done_callback(self._background.discard)
+
+    async def _renew(self, holder: WorkerClient, held: Held) -> None:
+        while not held.taken:
+            await asyncio.sleep(self._deadlines.lease_s / 3)
+            try:
+                await holder.holder.renew(held.handle.id, held.handle.epoch, ROUTER)
+            except KVRelayError:
+                return  # it is released or lost: the decode worker finds out which
+
+    async def _release(self, holder: WorkerClient, handle: KVHandle) -> None:
+        try:
+            await holder.holder.release(handle.id, handle.epoch, ROUTER)
+        except KVRelayError as error:  # the lease runs out by itself
+            log_event(log, logging.INFO, "handle not released", worker=holder.record.worker_id, code=error.code)
+
+    def _report(self, run: Run) -> None:
+        report = run.report
+        self._metrics.on_first_token(report.first_token_s)
+        self._metrics.on_finish(
+            first_token_s=report.first_token_s,
+            last_token_s=report.last_token_s,
+            queue_s=report.router_queue_s + report.prefill_queue_s + report.decode_queue_s,
+            prefill_s=report.prefill_s,
+            tokens=max(len(answer.output_ids) for answer in run.answers),
+        )
+
+    def _count(self, change: int) -> None:
+        self._running += change
+        self._metrics.on_load(self._running, 0)
+
+
+async def _all(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Runs them side by side; the first failure ends the others and is raised."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

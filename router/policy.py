@@ -1,0 +1,110 @@
+"""Which worker gets a request: filter, score, pick. Pure functions over what the router knows.
+
+Everything is counted in tokens. A prefill worker's score is the number of tokens it has to compute until this
+prompt is done: those queued before it, and those of it that its prefix cache lacks. So a cached prefix is worth
+exactly the computing that it saves, and never wins over a worker that is less busy by more than that.
+"""
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from common.block_hash import BLOCK_SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A worker as the router sees it at this moment."""
+
+    worker_id: str
+    fingerprint: str
+    healthy: bool = True
+    draining: bool = False
+    charged_tokens: int = 0  # of requests dispatched here that no report counts yet
+    reported_tokens: int = 0  # that the worker has to compute, by its last report
+    in_flight: int = 0  # requests
+    free_blocks: int = 0  # by its last report
+    total_blocks: int = 0  # 0: not known yet
+    prefix_blocks: int = 0  # of this prompt, expected ones included
+
+
+def pick_prefill(
+    candidates: Iterable[Candidate],
+    prompt_tokens: int,
+    *,
+    fingerprints: Collection[str] | None = None,
+    turn: int = 0,
+    block_size: int = BLOCK_SIZE,
+) -> Candidate | None:
+    """Who is done with this prompt first; None when nobody can take it.
+
+    `fingerprints` are those that some decode worker has (None: any will do). `turn` decides between equals: a
+    counter for round-robin, or a random number.
+    """
+
+    def tokens_until_done(worker: Candidate) -> int:
+        return _queued(worker) + prompt_tokens - _cached(worker, prompt_tokens, block_size)
+
+    return _pick(candidates, prompt_tokens, fingerprints, tokens_until_done, turn, block_size)
+
+
+def pick_decode(
+    candidates: Iterable[Candidate],
+    context_tokens: int,
+    *,
+    output_tokens: int = 0,
+    fingerprint: str | None = None,
+    turn: int = 0,
+    block_size: int = BLOCK_SIZE,
+) -> Candidate | None:
+    """Who would hold the fewest tokens with this sequence; None when nobody can take it.
+
+    `context_tokens` are to be brought there, `output_tokens` (an estimate) are to come. Its fingerprint is the
+    prefill worker's.
+    """
+
+    def tokens_held(worker: Candidate) -> int:
+        held = (worker.total_blocks - worker.free_blocks) * block_size
+        return held + _queued(worker) + context_tokens - _cached(worker, context_tokens, block_size)
+
+    fingerprints = None if fingerprint is None else (fingerprint,)
+    return _pick(candidates, context_tokens + output_tokens, fingerprints, tokens_held, turn, block_size)
+
+
+def _pick(
+    candidates: Iterable[Candidate],
+    num_tokens: int,
+    fingerprints: Collection[str] | None,
+    score: Callable[[Candidate], int],
+    turn: int,
+    block_size: int,
+) -> Candidate | None:
+    """The lowest score of those with room, else of those that must make room first; then fewest in flight."""
+    needed = -(-num_tokens // block_size)
+
+    def available(worker: Candidate) -> bool:
+        fits = not worker.total_blocks or needed <= worker.total_blocks
+        paired = fingerprints is None or worker.fingerprint in fingerprints
+        return worker.healthy and not worker.draining and paired and fits
+
+    def has_to_wait(worker: Candidate) -> bool:
+        promised = -(-worker.charged_tokens // block_size)
+        new = needed - _cached(worker, num_tokens, block_size) // block_size
+        return bool(worker.total_blocks) and promised + new > worker.free_blocks
+
+    ranked = [
+        ((has_to_wait(worker), score(worker), worker.in_flight), worker) for worker in filter(available, candidates)
+    ]
+    if not ranked:
+        return None
+    lowest = min(rank for rank, _ in ranked)
+    equals = sorted((worker for rank, worker in ranked if rank == lowest), key=lambda worker: worker.worker_id)
+    return equals[turn % len(equals)]
+
+
+def _queued(worker: Candidate) -> int:
+    return worker.charged_tokens + worker.reported_tokens
+
+
+def _cached(worker: Candidate, num_tokens: int, block_size: int) -> int:
+    """Tokens that a prefix hit saves: whole blocks, and never the last token, whose logits are needed."""
+    return min(worker.prefix_blocks, max(0, num_tokens - 1) // block_size) * block_size

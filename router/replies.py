@@ -1,0 +1,109 @@
+"""Wire models of the OpenAI API's replies, whole and in chunks."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from common.errors import KVRelayError, Overloaded
+from router.generation import Report
+
+
+class CachedTokens(BaseModel):
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    """Counted over all prompts of a request, a prompt once whatever n is."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+    @classmethod
+    def of(cls, reports: Sequence[Report]) -> "Usage":
+        prompt = sum(report.prompt_tokens for report in reports)
+        completion = sum(report.completion_tokens for report in reports)
+        return cls(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=CachedTokens(cached_tokens=sum(report.cached_tokens for report in reports)),
+        )
+
+
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[TokenLogprob]
+
+
+class CompletionLogprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]  # characters of the answer before the token's
+
+
+class ChatMessage(BaseModel):
+    """Also a chunk's delta, with what is new in it."""
+
+    role: str = "assistant"
+    content: str = ""
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: ChatMessage | None = None
+    delta: ChatMessage | None = None
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: str | int | None = None
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: str | int | None = None
+
+
+class Body(BaseModel):
+    """A reply or a chunk of one. `kvrelay` is what the request took, for whoever asks with X-KVRelay-Report."""
+
+    id: str
+    object: str
+    created: int  # Unix time, seconds
+    model: str
+    choices: Sequence[ChatChoice | CompletionChoice]
+    usage: Usage | None = None
+    kvrelay: dict[str, Any] | list[dict[str, Any]] | None = None
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    error: ErrorDetail
+
+    @classmethod
+    def of(cls, error: KVRelayError) -> "ErrorBody":
+        if isinstance(error, Overloaded):
+            kind = "rate_limit_error"
+        else:
+            kind = "invalid_request_error" if 400 <= error.http_status < 499 else "server_error"
+        return cls(error=ErrorDetail(message=error.message, type=kind, param=error.field, code=error.code))

@@ -1,0 +1,200 @@
+"""Builds replies out of deltas, whole or in chunks. Chunks joined are the whole."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, ClassVar
+
+from router.generation import Delta, Generation, TokenText
+from router.replies import (
+    Body,
+    ChatChoice,
+    ChatLogprobs,
+    ChatMessage,
+    CompletionChoice,
+    CompletionLogprobs,
+    TokenLogprob,
+    TopLogprob,
+    Usage,
+)
+from router.text import TextModel
+from router.text_stream import Detokenizer
+
+MIN_LOGPROB = -9999.0  # JSON has no -Infinity
+
+
+class Choice:
+    """One answer as far as it has come."""
+
+    def __init__(self, index: int, detokenizer: Detokenizer) -> None:
+        self.index = index
+        self.started = False
+        self.text = ""
+        self.tokens: list[TokenText] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self._detokenizer = detokenizer
+        self._offset = 0
+
+    def add(self, delta: Delta) -> None:
+        self.text += delta.text
+        self.tokens.extend(delta.tokens)
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+    def next_offset(self, token_id: int) -> int:
+        """Where the text of the next token begins; to be asked once a token, in order."""
+        offset = self._offset
+        self._offset += len(self._detokenizer.push([token_id]))
+        return offset
+
+
+class Reply:
+    """The answers to one HTTP request, in one of the API's two shapes. Answer k of prompt p has index p * n + k."""
+
+    PREFIX: ClassVar[str]
+    OBJECT: ClassVar[str]
+    CHUNK_OBJECT: ClassVar[str]
+
+    def __init__(
+        self,
+        generations: Sequence[Generation],
+        text: TextModel,
+        model_name: str,
+        created: int,
+        *,
+        usage_in_chunks: bool = False,
+    ) -> None:
+        request = generations[0].request
+        self._reports = [generation.report for generation in generations]
+        self._n = request.n
+        self._with_logprobs = request.params.logprobs is not None
+        self._text = text
+        self._usage_in_chunks = usage_in_chunks
+        self._head: dict[str, Any] = {"id": self.PREFIX + request.request_id, "created": created, "model": model_name}
+        count = request.n * len(generations)
+        self._choices = [Choice(index, text.detokenizer(request.skip_special_tokens)) for index in range(count)]
+
+    def add(self, prompt: int, delta: Delta) -> None:
+        """Takes in a delta of the whole reply."""
+        self._choices[prompt * self._n + delta.index].add(delta)
+
+    def whole(self, with_report: bool) -> str:
+        """The reply as JSON, when all deltas are in."""
+        choices = [self._whole_choice(choice) for choice in self._choices]
+        return self._json(self.OBJECT, choices, usage=Usage.of(self._reports), **self._report(with_report))
+
+    def chunks(self, prompt: int, delta: Delta) -> list[str]:
+        """A delta as JSON chunks."""
+        usage = {"usage": Usage.of(self._reports)} if self._usage_in_chunks else {}
+        parts = self._parts(self._choices[prompt * self._n + delta.index], delta)
+        return [self._json(self.CHUNK_OBJECT, [part], **usage) for part in parts]
+
+    def last_chunk(self, with_report: bool) -> str:
+        """The chunk without choices that brings the usage."""
+        return self._json(self.CHUNK_OBJECT, [], usage=Usage.of(self._reports), **self._report(with_report))
+
+    def _report(self, wanted: bool) -> dict[str, Any]:
+        reports = [asdict(report) for report in self._reports]
+        return {"kvrelay": reports[0] if len(reports) == 1 else reports} if wanted else {}
+
+    def _json(self, kind: str, choices: Sequence[ChatChoice | CompletionChoice], **more: Any) -> str:
+        body = Body(object=kind, choices=choices, **self._head, **more)
+        return body.model_dump_json(exclude_unset=True)
+
+    def _whole_choice(self, choice: Choice) -> ChatChoice | CompletionChoice:
+        raise NotImplementedError
+
+    def _parts(self, choice: Choice, delta: Delta) -> Sequence[ChatChoice | CompletionChoice]:
+        raise NotImplementedError
+
+    def _token_text(self, token_id: int) -> str:
+        return self._text.token_bytes(token_id).decode("utf-8", "replace")
+
+
+class ChatReply(Reply):
+    PREFIX = "chatcmpl-"
+    OBJECT = "chat.completion"
+    CHUNK_OBJECT = "chat.completion.chunk"
+
+    def _whole_choice(self, choice: Choice) -> ChatChoice:
+        return ChatChoice(
+            index=choice.index,
+            message=ChatMessage(role="assistant", content=choice.text),
+            logprobs=self._logprobs(choice.tokens),
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+        )
+
+    def _parts(self, choice: Choice, delta: Delta) -> list[ChatChoice]:
+        """The role first, then text, then how it ended."""
+        parts: list[ChatChoice] = []
+
+        def part(message: ChatMessage, logprobs: ChatLogprobs | None = None, **more: Any) -> None:
+            ending = {"finish_reason": None, **more}
+            parts.append(ChatChoice(index=choice.index, delta=message, logprobs=logprobs, **ending))
+
+        if not choice.started:
+            choice.started = True
+            part(ChatMessage(role="assistant", content=""))
+        logprobs = self._logprobs(delta.tokens)
+        if delta.text or (logprobs and logprobs.content):
+            part(ChatMessage(content=delta.text), logprobs)
+        if delta.finish_reason is not None:
+            part(ChatMessage(), finish_reason=delta.finish_reason, stop_reason=delta.stop_reason)
+        return parts
+
+    def _logprobs(self, tokens: Sequence[TokenText]) -> ChatLogprobs | None:
+        if not self._with_logprobs:
+            return None
+        content = []
+        for token in tokens:
+            (chosen, *top) = [self._entry(entry.token_id, entry.logprob) for entry in token.logprobs]
+            content.append(TokenLogprob(**dict(chosen), top_logprobs=top))
+        return ChatLogprobs(content=content)
+
+    def _entry(self, token_id: int, logprob: float) -> TopLogprob:
+        data = list(self._text.token_bytes(token_id))
+        return TopLogprob(token=self._token_text(token_id), logprob=_finite(logprob), bytes=data)
+
+
+class CompletionReply(Reply):
+    PREFIX = "cmpl-"
+    OBJECT = CHUNK_OBJECT = "text_completion"
+
+    def _whole_choice(self, choice: Choice) -> CompletionChoice:
+        return CompletionChoice(
+            index=choice.index,
+            text=choice.text,
+            logprobs=self._logprobs(choice, choice.tokens),
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+        )
+
+    def _parts(self, choice: Choice, delta: Delta) -> list[CompletionChoice]:
+        logprobs = self._logprobs(choice, delta.tokens)
+        if not (delta.text or delta.finish_reason or (logprobs and logprobs.tokens)):
+            return []
+        ending = {"stop_reason": delta.stop_reason} if delta.finish_reason is not None else {}
+        part = CompletionChoice(
+            index=choice.index, text=delta.text, logprobs=logprobs, finish_reason=delta.finish_reason, **ending
+        )
+        return [part]
+
+    def _logprobs(self, choice: Choice, tokens: Sequence[TokenText]) -> CompletionLogprobs | None:
+        if not self._with_logprobs:
+            return None
+        logprobs = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        for token in tokens:
+            logprobs.tokens.append(self._token_text(token.token_id))
+            logprobs.token_logprobs.append(_finite(token.logprobs[0].logprob))
+            top: dict[str, float] = {}
+            for entry in token.logprobs:  # ids that read alike share a key: the likeliest stays
+                text = self._token_text(entry.token_id)
+                top[text] = max(_finite(entry.logprob), top.get(text, MIN_LOGPROB))
+            logprobs.top_logprobs.append(top)
+            logprobs.text_offset.append(choice.next_offset(token.token_id))
+        return logprobs
+
+
+def _finite(logprob: float) -> float:
+    """Also for not-a-number, which no comparison holds for."""
+    return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB

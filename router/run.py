@@ -1,0 +1,74 @@
+"""A request on its way, as the pipeline keeps it: its answers, its report, and what goes out."""
+
+import asyncio
+from collections.abc import Callable
+
+from common.convert import params_to_proto
+from common.errors import KVRelayError
+from common.metrics import RouterMetrics
+from common.rpc import decode_pb2, prefill_pb2, types_pb2
+from router.answer import Answer
+from router.clients import WorkerClient
+from router.generation import Delta, Generation
+from router.text import TextModel
+
+
+class Run:
+    """A request on its way: its answers, and the deltas that are to go out."""
+
+    def __init__(self, generation: Generation, text: TextModel, metrics: RouterMetrics, clock: Callable[[], float]):
+        self.request = generation.request
+        self.report = generation.report
+        self.report.prompt_tokens = len(self.request.prompt_ids)
+        self.answers = [Answer(index, self.request, text) for index in range(self.request.n)]
+        self.outbox: asyncio.Queue[Delta | KVRelayError] = asyncio.Queue()
+        self._metrics = metrics
+        self._clock = clock
+        self._began = clock()
+        self._last_token_s = [0.0] * self.request.n
+        self._params = params_to_proto(self.request.params)
+
+    def elapsed_s(self) -> float:
+        return self._clock() - self._began
+
+    def submission(self, answers: list[Answer], worker: WorkerClient, number: int) -> types_pb2.Submission:
+        """All that a worker needs to go on with these answers from where they are."""
+        return types_pb2.Submission(
+            key=types_pb2.AttemptKey(request_id=self.request.request_id, attempt=number),
+            epoch=worker.record.epoch,
+            fingerprint=worker.record.fingerprint,
+            prompt_ids=self.request.prompt_ids,
+            forks=[types_pb2.Fork(index=answer.index, output_ids=answer.output_ids) for answer in answers],
+            params=self._params,
+            cache_salt=self.request.cache_salt,
+        )
+
+    def accept(self, token: types_pb2.Token) -> None:
+        """Takes in one token and sends its delta on. Raises TokenMismatch."""
+        delta = self.answers[token.fork].accept(token)
+        if delta is None:
+            return
+        now = self.elapsed_s()
+        if token.index == 0:
+            self.report.first_token_s = self.report.first_token_s or now
+        else:
+            self._metrics.on_token(now - self._last_token_s[token.fork])
+        self._last_token_s[token.fork] = self.report.last_token_s = now
+        self.report.completion_tokens += 1
+        self.outbox.put_nowait(delta)
+
+    def note_prefill(self, message: prefill_pb2.FirstTokens | decode_pb2.SequenceTokens, worker_id: str) -> None:
+        report = self.report
+        report.prefill_worker = worker_id
+        report.prefill_queue_s += message.queue_s
+        report.prefill_s += message.prefill_s
+        if self.report.attempts == 1:
+            report.cached_tokens = message.cached_tokens
+
+    def note_handover(self, message: decode_pb2.Admitted) -> None:
+        report = self.report
+        report.decode_queue_s += message.queue_s
+        report.decode_cached_tokens = message.cached_tokens
+        report.handover_s += message.handover_s
+        report.handover_bytes += message.bytes
+        report.transport = message.transport

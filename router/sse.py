@@ -1,0 +1,63 @@
+"""Server-sent events over one HTTP response."""
+
+import asyncio
+from collections.abc import Iterable, Mapping
+
+from aiohttp import web
+
+HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # a proxy in between passes each event on at once
+}
+
+
+class ClientGone(Exception):
+    """Nobody reads any more."""
+
+
+class EventStream:
+    """Until `start` the request can still get an HTTP error; after it all there is are events."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self.response = web.StreamResponse(headers=HEADERS)
+
+    @property
+    def started(self) -> bool:
+        return self.response.prepared
+
+    async def start(self, headers: Mapping[str, str]) -> None:
+        """Sends status and headers, once."""
+        if not self.started:
+            self.response.headers.update(headers)
+            try:
+                await self.response.prepare(self._request)
+            except ConnectionError as error:
+                raise ClientGone from error
+
+    async def send(self, data: Iterable[str]) -> None:
+        """An event for each; none of them has a line break. Waits for a slow client. Raises ClientGone."""
+        await self._write("".join(f"data: {text}\n\n" for text in data))
+
+    async def keep_alive(self) -> None:
+        """A comment, which clients skip and proxies take for life."""
+        await self._write(": keep-alive\n\n")
+
+    async def fail(self, data: str, patience_s: float) -> None:
+        """A last event; a client that does not take it in time is cut off."""
+        try:
+            async with asyncio.timeout(patience_s):
+                await self.send([data])
+                await self.response.write_eof()
+        except (TimeoutError, ClientGone, ConnectionError):
+            if self._request.transport is not None:
+                self._request.transport.abort()
+
+    async def _write(self, text: str) -> None:
+        if not text:
+            return
+        try:
+            await self.response.write(text.encode())
+        except ConnectionError as error:
+            raise ClientGone from error

@@ -1,0 +1,175 @@
+"""All workers this router knows: who there is, who is fit, and whom a request gets.
+
+Redis only introduces workers. One leaves by its goodbye, by a new epoch at its address, or when it can't be
+reached and isn't listed any more.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+
+from common.block_hash import block_hashes, root_hash
+from common.deadlines import Deadlines
+from common.errors import NoWorker
+from common.metrics import RouterMetrics
+from common.registry import Registry, WorkerRecord
+from router.clients import WorkerClient
+from router.index import Expectation, PrefixIndex
+from router.policy import Candidate, pick_decode, pick_prefill
+
+
+class Workers:
+    """Lives on one event loop."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        index: PrefixIndex,
+        router_id: str,
+        deadlines: Deadlines,
+        clock: Callable[[], float],
+        metrics: RouterMetrics,
+    ) -> None:
+        self._registry = registry
+        self._index = index
+        self._router_id = router_id
+        self._deadlines = deadlines
+        self._clock = clock
+        self._metrics = metrics
+        self._clients: dict[str, WorkerClient] = {}
+        self._changed = asyncio.Event()
+        self._turn = itertools.count()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Follows the registry until cancelled."""
+        await self._registry.keep_listed(self._see)
+
+    async def close(self) -> None:
+        for client in list(self._clients.values()):
+            self._drop(client)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    def usable(self, role: str) -> list[WorkerClient]:
+        """Workers of a role that can take work now."""
+        return [c for c in self._clients.values() if c.record.role == role and c.healthy and not c.draining]
+
+    def ready(self) -> tuple[bool, str]:
+        """Whether a request could be answered now, and if not, why."""
+        if not self.usable("decode"):
+            return False, "no decode worker"
+        listed = any(client.record.role == "prefill" for client in self._clients.values())
+        if listed and not self.usable("prefill"):
+            return False, "no prefill worker is reachable"
+        return True, "ready"
+
+    def hashes(self, record: WorkerRecord, token_ids: Sequence[int], cache_salt: str) -> list[bytes]:
+        """Block hashes of these tokens as this worker's cache has them."""
+        return block_hashes(root_hash(record.model_revision, cache_salt=cache_salt), token_ids)
+
+    def pick_prefill(self, token_ids: Sequence[int], cache_salt: str) -> tuple[WorkerClient, Expectation] | None:
+        """The worker that is done with this prompt first, and the blocks it is now expected to have."""
+        clients = self.usable("prefill")
+        hashes = self._hashes_of(clients, token_ids, cache_salt)
+        fingerprints = {client.record.fingerprint for client in self.usable("decode")}
+        picked = pick_prefill(
+            [self._candidate(client, hashes) for client in clients],
+            len(token_ids),
+            fingerprints=fingerprints,
+            turn=next(self._turn),
+        )
+        if picked is None:
+            return None
+        client = self._clients[picked.worker_id]
+        return client, self._index.expect(picked.worker_id, hashes[client.record.model_revision])
+
+    def pick_decode(self, token_ids: Sequence[int], cache_salt: str, fingerprint: str | None) -> WorkerClient | None:
+        """The worker that holds the least, counting what it has of this prompt; of one fingerprint, if given."""
+        clients = self.usable("decode")
+        hashes = self._hashes_of(clients, token_ids, cache_salt)
+        picked = pick_decode(
+            [self._candidate(client, hashes) for client in clients],
+            len(token_ids),
+            fingerprint=fingerprint,
+            turn=next(self._turn),
+        )
+        return None if picked is None else self._clients[picked.worker_id]
+
+    async def change(self, timeout_s: float) -> None:
+        """Waits until a worker may have become usable, at most timeout_s."""
+        self._changed.clear()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+    async def decode_worker(self, token_ids: Sequence[int], cache_salt: str, fingerprint: str | None) -> WorkerClient:
+        """pick_decode, waiting for a worker to come back if need be. Raises NoWorker after the queue deadline."""
+        deadline = self._clock() + self._deadlines.router_queue_s
+        while (client := self.pick_decode(token_ids, cache_salt, fingerprint)) is None:
+            left = deadline - self._clock()
+            if left <= 0:
+                raise NoWorker("no decode worker can take the request")
+            await self.change(min(left, self._deadlines.heartbeat_s))
+        return client
+
+    def _hashes_of(
+        self, clients: Sequence[WorkerClient], token_ids: Sequence[int], cache_salt: str
+    ) -> dict[str, list[bytes]]:
+        """By model revision; workers share one but during a rolling update."""
+        records = {client.record.model_revision: client.record for client in clients}
+        return {revision: self.hashes(record, token_ids, cache_salt) for revision, record in records.items()}
+
+    def _candidate(self, client: WorkerClient, hashes: dict[str, list[bytes]]) -> Candidate:
+        record, load = client.record, client.load
+        return Candidate(
+            worker_id=record.worker_id,
+            fingerprint=record.fingerprint,
+            healthy=client.healthy,
+            draining=client.draining,
+            charged_tokens=client.charged_tokens,
+            reported_tokens=load.waiting_tokens,
+            in_flight=client.in_flight,
+            free_blocks=load.free_blocks,
+            total_blocks=load.total_blocks,
+            prefix_blocks=self._index.prefix_blocks(record.worker_id, hashes[record.model_revision]),
+        )
+
+    def _see(self, records: list[WorkerRecord]) -> None:
+        """Takes in what the registry lists now."""
+        listed = {(record.worker_id, record.epoch) for record in records}
+        for client in list(self._clients.values()):
+            unlisted = (client.record.worker_id, client.record.epoch) not in listed
+            if client.obsolete or (unlisted and not client.connected):
+                self._drop(client)
+        for record in records:
+            known = self._clients.get(record.worker_id)
+            if known is not None and known.record.epoch == record.epoch:
+                known.draining = known.draining or record.leaving
+                continue
+            if record.leaving:
+                continue
+            for client in list(self._clients.values()):
+                if client is known or client.record.address == record.address:
+                    self._drop(client)
+            self._clients[record.worker_id] = WorkerClient(
+                record, self._router_id, self._deadlines, self._clock, self._changed.set
+            )
+            self._index.follow(record)
+        self._count()
+
+    def _drop(self, client: WorkerClient) -> None:
+        del self._clients[client.record.worker_id]
+        self._index.forget(client.record.worker_id)
+        task = asyncio.create_task(client.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _count(self) -> None:
+        counts: dict[tuple[str, str], int] = {}
+        for client in self._clients.values():
+            state = "draining" if client.draining else "ready" if client.healthy else "unreachable"
+            key = (client.record.role, state)
+            counts[key] = counts.get(key, 0) + 1
+        self._metrics.on_workers(counts)

@@ -1,0 +1,169 @@
+"""Builders with visible defaults for tests of the engine, and a toy language model over paged KV."""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Sequenced
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.engine.batch import Batch, ScheduledChunk
+from common.engine.block_pool import BlockPool
+from common.engine.engine import Engine
+from common.engine.sampler import Sampler
+from common.engine.scheduler import Scheduler, SchedulerConfig
+from common.engine.sequence import FinishReason, SamplingParams, Sequence
+
+VOCAB = 64  # of the toy model: a logit for each byte of a digest
+EOS = 0  # of the toy model
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    """`count` prompt tokens of the toy model, the same for the same seed; a shorter list is a prefix of a longer."""
+    return [1 + digest(b"prompt", seed, position)[0] % (VOCAB - 1) for position in range(count)]
+
+
+def sequence(
+    prompt: int | Sequenced[int] = 8,
+    *,
+    key: str = "s",
+    output: Sequenced[int] = (),
+    forks: tuple[int, ...] = (0,),
+    prefill_only: bool = False,
+    root: bytes = b"root",
+    max_tokens: int = 4,
+    temperature: float = 0.0,
+    ignore_eos: bool = True,
+    **params: object,
+) -> Sequence:
+    """A sequence with nothing computed; a number for a prompt stands for that many tokens."""
+    prompt = tokens(prompt) if isinstance(prompt, int) else list(prompt)
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=ignore_eos, **params)
+    return Sequence(key, [*prompt, *output], len(prompt), sampling, forks, prefill_only, root)
+
+
+def scheduler(
+    num_blocks: int = 16,
+    *,
+    block_size: int = 4,
+    max_num_batched_tokens: int = 8,
+    max_num_seqs: int = 4,
+    max_model_len: int = 32,
+    eos_token_ids: tuple[int, ...] = (EOS,),
+    enable_caching: bool = True,
+) -> Scheduler:
+    """A scheduler over an empty pool of small blocks."""
+    config = SchedulerConfig(max_num_batched_tokens, max_num_seqs, max_model_len, eos_token_ids, block_size)
+    return Scheduler(config, BlockPool(num_blocks, enable_caching=enable_caching))
+
+
+def engine(sched: Scheduler, runner: object = None, clock: Callable[[], float] = lambda: 0.0) -> Engine:
+    """An engine over a scheduler; its runner is the toy model unless another is given."""
+    return Engine(sched, runner or ToyRunner.of(sched), Sampler(sched.config.eos_token_ids), clock)
+
+
+def assert_all_free(sched: Scheduler) -> None:
+    """Nothing is left: no sequence, no reservation, no reference on any block."""
+    pool, load = sched.pool, sched.load()
+    assert (load.running, load.waiting, load.waiting_tokens, load.reserved_blocks) == (0, 0, 0, 0)
+    assert (sched.running, list(sched.waiting), sched.num_reserved_forks) == ([], [], 0)
+    assert [pool.references(block) for block in range(pool.num_blocks)] == [0] * pool.num_blocks
+    assert pool.num_free == load.free_blocks == load.total_blocks == pool.num_blocks
+
+
+# The toy model. The KV entry of a token is a hash of all entries before it and of the token; logits are
+# a hash of all entries. So one wrong entry anywhere gives other tokens from there on.
+
+
+def digest(*parts: object) -> bytes:
+    """64 bytes that depend on all parts."""
+    return hashlib.blake2b(repr(parts).encode()).digest()
+
+
+def kv_entry(past: np.ndarray, token_id: int) -> int:
+    return int.from_bytes(hashlib.blake2b(past.tobytes() + token_id.to_bytes(4, "little"), digest_size=8).digest())
+
+
+@cache
+def kv_of(token_ids: tuple[int, ...]) -> np.ndarray:
+    """Entries [len(token_ids)] of a sequence computed alone and unpaged."""
+    entries = np.zeros(len(token_ids), dtype=np.uint64)
+    for position, token in enumerate(token_ids):
+        entries[position] = kv_entry(entries[:position], token)
+    return entries
+
+
+def logits_of(entries: np.ndarray) -> Tensor:
+    """Logits [VOCAB] after these entries."""
+    data = hashlib.blake2b(entries.tobytes()).digest()
+    return torch.tensor(list(data), dtype=torch.float32) / 64
+
+
+@cache
+def answer(
+    prompt_ids: tuple[int, ...],
+    params: SamplingParams,
+    fork: int = 0,
+    max_model_len: int = 32,
+    eos_token_ids: tuple[int, ...] = (EOS,),
+) -> tuple[tuple[int, ...], FinishReason]:
+    """What a fork must answer: recomputed alone, without blocks, chunks, cache or company."""
+    sampler, output = Sampler(eos_token_ids), []
+    while True:
+        alone = Sequence("alone", [*prompt_ids, *output], len(prompt_ids), params, (fork,))
+        chunk = ScheduledChunk(alone, 0, tuple(alone.token_ids), (), samples=True)
+        logits = logits_of(kv_of(chunk.token_ids))
+        token = sampler(logits[None], Batch((chunk,)))[0][0].token_id
+        output.append(token)
+        stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
+        if token in stops and len(output) > params.min_tokens:
+            return tuple(output), FinishReason.STOP
+        if len(output) == params.max_tokens or len(prompt_ids) + len(output) == max_model_len:
+            return tuple(output), FinishReason.LENGTH
+
+
+class ToyRunner:
+    """The toy model over paged KV: reads every entry back through the block table it is given."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.kv = np.zeros((num_blocks, block_size), dtype=np.uint64)
+        self._garbage = 0
+        self.poison(range(num_blocks))
+
+    @classmethod
+    def of(cls, sched: Scheduler) -> "ToyRunner":
+        return cls(sched.pool.num_blocks, sched.config.block_size)
+
+    def poison(self, block_ids: Iterable[int]) -> None:
+        """Overwrites blocks with garbage, other at each call."""
+        for block in block_ids:
+            self._garbage += 1
+            self.kv[block] = self._garbage
+
+    def read(self, block_ids: Sequenced[int], count: int) -> np.ndarray:
+        """The first `count` entries of these blocks."""
+        return self.kv[list(block_ids)].reshape(-1)[:count]
+
+    def write(self, block_ids: Sequenced[int], start: int, entries: Sequenced[int]) -> None:
+        size = self.kv.shape[1]
+        for position, entry in enumerate(entries, start):
+            self.kv[block_ids[position // size], position % size] = entry
+
+    def forward(self, batch: Batch) -> Tensor:
+        read = [self.kv[source].copy() for source, _ in batch.copies]
+        for (_, destination), block in zip(batch.copies, read, strict=True):
+            self.kv[destination] = block
+        rows = [self._compute(chunk) for chunk in batch.chunks]
+        return (
+            torch.stack([row for row in rows if row is not None])
+            if any(chunk.samples for chunk in batch.chunks)
+            else torch.empty(0, VOCAB)
+        )
+
+    def _compute(self, chunk: ScheduledChunk) -> Tensor | None:
+        for position, token in enumerate(chunk.token_ids, chunk.start):
+            self.write(chunk.block_ids, position, [kv_entry(self.read(chunk.block_ids, position), token)])
+        end = chunk.start + len(chunk.token_ids)
+        return logits_of(self.read(chunk.block_ids, end)) if chunk.samples else None

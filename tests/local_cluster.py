@@ -1,0 +1,191 @@
+"""A whole cluster in one process: real engines, gRPC, shared memory and Redis, and no HTTP; for tests of the split."""
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import decode_svc.__main__
+import prefill_svc.__main__
+from common.config import Bytes, EngineConfig, WorkerConfig
+from common.deadlines import Deadlines
+from common.engine.build import BuiltEngine, build_engine
+from common.engine.sequence import SamplingParams
+from common.grpc_server import GrpcServer
+from common.metrics import RouterMetrics
+from common.redis_client import connect
+from common.registry import Registry
+from common.worker import Worker, make_worker, running
+from decode_svc.service import DecodeService
+from prefill_svc.service import PrefillService
+from router.generation import Delta, Generation, GenerationRequest, Report
+from router.index import PrefixIndex
+from router.pipeline import Pipeline
+from router.text import TextModel
+from router.workers import Workers
+
+START = {"prefill": prefill_svc.__main__.start, "decode": decode_svc.__main__.start}
+
+
+@dataclass
+class LocalWorker:
+    worker: Worker
+    service: Any
+    built: BuiltEngine
+    stop: asyncio.Event
+    ended: asyncio.Event
+
+
+@dataclass
+class Answered:
+    """What one request came to: tokens and text of each answer, and the report."""
+
+    tokens: list[list[int]]
+    texts: list[str]
+    reasons: list[str | None]
+    deltas: list[Delta]
+    report: Report
+
+
+class LocalCluster:
+    def __init__(self, workers: Workers, pipeline: Pipeline, local: list[LocalWorker]) -> None:
+        self.workers = workers
+        self.pipeline = pipeline
+        self.local = local
+
+    @property
+    def prefill(self) -> list[PrefillService]:
+        return [one.service for one in self.local if one.worker.info.role == "prefill"]
+
+    @property
+    def decode(self) -> list[DecodeService]:
+        return [one.service for one in self.local if one.worker.info.role == "decode"]
+
+    async def answer(self, prompt_ids: Sequence[int], params: SamplingParams | None = None, **request: Any) -> Answered:
+        """Runs one request to its end."""
+        asked = GenerationRequest(secrets.token_hex(8), tuple(prompt_ids), params or SamplingParams(), **request)
+        generation = Generation(asked)
+        deltas = [delta async for delta in self.pipeline.generate(generation)]
+        answers = range(asked.n)
+        return Answered(
+            tokens=[[t.token_id for d in deltas if d.index == i for t in d.tokens] for i in answers],
+            texts=["".join(d.text for d in deltas if d.index == i) for i in answers],
+            reasons=[
+                next((d.finish_reason for d in deltas if d.index == i and d.finish_reason), None) for i in answers
+            ],
+            deltas=deltas,
+            report=generation.report,
+        )
+
+    def forget_prefixes(self, role: str) -> None:
+        """Empties the prefix caches of a role."""
+        for one in self.local:
+            if one.worker.info.role == role:
+                pool = one.worker.engine._scheduler.pool
+                pool.free(pool.allocate(pool.num_free) or [])
+
+    async def wait_ready(self, timeout_s: float = 10.0) -> None:
+        async with asyncio.timeout(timeout_s):
+            while len(self.workers.usable("prefill")) + len(self.workers.usable("decode")) < len(self.local):
+                await asyncio.sleep(0.01)
+
+    async def assert_all_free(self, timeout_s: float = 5.0) -> None:
+        """Every block free, every lease gone, every count zero; what is on its way gets a moment to end."""
+        problems: list[str] = []
+        try:
+            async with asyncio.timeout(timeout_s):
+                while problems := self._leftovers():
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            raise AssertionError("; ".join(problems)) from None
+
+    def _leftovers(self) -> list[str]:
+        counts: dict[str, int] = {}
+        for one in self.local:
+            if one.ended.is_set():
+                continue
+            name, load = one.worker.info.worker_id, one.worker.engine.load()
+            counts[f"{name}: running"] = load.running
+            counts[f"{name}: waiting"] = load.waiting
+            counts[f"{name}: reserved blocks"] = load.reserved_blocks
+            counts[f"{name}: used blocks"] = load.total_blocks - load.free_blocks
+            counts[f"{name}: attempts"] = one.service.relay_server.num_attempts
+            if isinstance(one.service, PrefillService):
+                counts[f"{name}: leases"] = one.service.leases.num_held
+            else:
+                counts[f"{name}: claims"] = one.service._reader.num_claims
+                counts[f"{name}: queued"] = one.service.admission.num_waiting
+        for client in self.workers._clients.values():
+            counts[f"router: attempts on {client.record.worker_id}"] = client.in_flight
+            counts[f"router: tokens charged to {client.record.worker_id}"] = client.charged_tokens
+        return [f"{what}: {count}" for what, count in counts.items() if count]
+
+
+@asynccontextmanager
+async def local_cluster(
+    model: Path,
+    redis_url: str,
+    *,
+    prefill: int = 1,
+    decode: int = 1,
+    dtype: str = "float32",
+    max_num_seqs: int = 16,
+    prefill_tokens: int = 64,
+    decode_tokens: int = 32,
+    kv_cache_memory: int = 4 * 2**20,
+    max_model_len: int = 256,
+    deadlines: Deadlines | None = None,
+) -> AsyncIterator[LocalCluster]:
+    """A cluster whose chunks and pools are small, so that borders are met and memory gets short."""
+    deadlines = deadlines or Deadlines()
+    engine = EngineConfig(
+        model=str(model),
+        dtype=dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        kv_cache_memory=Bytes(kv_cache_memory),
+        threads=1,
+    )
+    namespace = f"test-{secrets.token_hex(4)}"
+    async with AsyncExitStack() as stack:
+        redis = await connect(redis_url, deadlines)
+        stack.push_async_callback(redis.aclose)
+        local: list[LocalWorker] = []
+        for role, count, budget in (("prefill", prefill, prefill_tokens), ("decode", decode, decode_tokens)):
+            for index in range(count):
+                settings = replace(WorkerConfig(), worker_id=f"{role}-{index}")
+                server = GrpcServer(settings.host, 0, deadlines)
+                server.bind()
+                stack.push_async_callback(server.stop)
+                built = build_engine(
+                    replace(engine, max_num_batched_tokens=budget),
+                    max_num_batched_tokens=budget,
+                    shared_pool=role == "prefill",
+                    clock=time.monotonic,
+                )
+                stack.callback(built.pool.close)
+                worker = make_worker(role, built, server, settings, deadlines)
+                one = LocalWorker(worker, START[role](worker), built, asyncio.Event(), asyncio.Event())
+                await stack.enter_async_context(
+                    running(worker, one.service, built, redis, namespace, settings, one.stop)
+                )
+                local.append(one)
+        index_ = PrefixIndex(redis, namespace, deadlines)
+        metrics = RouterMetrics("test")
+        workers = Workers(Registry(redis, namespace, deadlines), index_, "router-0", deadlines, time.monotonic, metrics)
+        stack.push_async_callback(workers.close)
+        tasks = [asyncio.create_task(workers.run()), asyncio.create_task(index_.run())]
+        pipeline = Pipeline(workers, TextModel.load(model), metrics, deadlines, time.monotonic)
+        cluster = LocalCluster(workers, pipeline, local)
+        try:
+            await cluster.wait_ready()
+            yield cluster
+            await pipeline.close()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,895 @@
+"""Whatever comes, goes and fails: every answer is the one of a sequence alone, nothing starves, no block is lost.
+
+The scheduler drives a toy model whose next token depends on every KV entry it reads back through the
+block table (see builders), so that a wrong, stale, shared or early freed block gives other tokens.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from builders import EOS, VOCAB, ToyRunner, answer, assert_all_free, kv_of, scheduler, sequence, tokens
+from hypothesis import note, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from common.engine.batch import Batch, StepOutput
+from common.engine.block_pool import BlockPool
+from common.engine.sampler import Sampler
+from common.engine.scheduler import Reservation, Scheduler, SchedulerConfig, finish
+from common.engine.sequence import FinishReason, SamplingParams, Sequence
+from common.errors import ConfigError, EngineFailure
+
+torch.set_num_threads(1)
+SIZE = 4  # tokens of a block
+MAX_LEN = 24
+
+
+class Stepper:
+    """A scheduler with the toy runner and the sampler, stepped by hand."""
+
+    def __init__(self, sched: Scheduler) -> None:
+        self.scheduler = sched
+        self.runner = ToyRunner.of(sched)
+        self.sampler = Sampler(sched.config.eos_token_ids)
+
+    def finish(self, batch: Batch) -> StepOutput:
+        return self.scheduler.update(batch, self.sampler(self.runner.forward(batch), batch))
+
+    def step(self) -> tuple[Batch, StepOutput]:
+        batch = self.scheduler.schedule()
+        return batch, self.finish(batch)
+
+    def run(self, most: int = 200) -> list[StepOutput]:
+        outputs = []
+        while self.scheduler.running or self.scheduler.waiting:
+            assert len(outputs) < most, "starved"
+            outputs.append(self.step()[1])
+        return outputs
+
+
+def answers(outputs: list[StepOutput]) -> dict[tuple[str, int], list[int]]:
+    """Tokens of each key and fork, in order."""
+    result: dict[tuple[str, int], list[int]] = {}
+    for token in (token for output in outputs for token in output.tokens):
+        written = result.setdefault((token.sequence.key, token.fork), [])
+        assert token.index == len(written)
+        written.append(token.sample.token_id)
+    return result
+
+
+def alone(one: Sequence, fork: int = 0, max_model_len: int = 32) -> list[int]:
+    return list(answer(tuple(one.prompt_ids), one.params, fork, max_model_len)[0])
+
+
+# Chunk borders and block borders.
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 7, 8, 9, 15, 16, 17])
+def test_a_prompt_is_computed_in_chunks_of_the_budget(count):
+    stepper = Stepper(scheduler())
+    one = sequence(count)
+    stepper.scheduler.add(one)
+    chunks, progress = [], []
+    while not one.num_output_tokens:
+        batch, output = stepper.step()
+        chunks += [(c.start, len(c.token_ids), len(c.block_ids), c.samples) for c in batch.chunks]
+        progress += [computed for _, computed in output.progress]
+    starts = range(0, count, 8)
+    assert chunks == [(s, min(8, count - s), -(-min(s + 8, count) // 4), s + 8 >= count) for s in starts]
+    assert progress == list(starts[1:])
+    stepper.run()
+    assert_all_free(stepper.scheduler)
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 7, 8, 9, 16, 17])
+@pytest.mark.parametrize("cached", [0, 4, 5, 8, 20])
+def test_a_hit_ends_at_a_full_block_before_the_last_token(count, cached):
+    stepper = Stepper(scheduler())
+    if cached:
+        stepper.scheduler.add(sequence(tokens(cached), key="earlier", max_tokens=1))
+        stepper.run()
+    one = sequence(count)
+    stepper.scheduler.add(one)
+    batch, _ = stepper.step()
+    hit = min(cached // 4, (count - 1) // 4) * 4
+    assert (one.num_cached_tokens, batch.chunks[0].start) == (hit, hit)
+    assert batch.chunks[0].token_ids == tuple(tokens(count)[hit : hit + 8])
+    later = stepper.run()
+    written = [sample.token_id for sample in (t.sample for o in later for t in o.tokens)]
+    assert one.output_ids == alone(one)
+    assert one.output_ids[-len(written) :] == written
+    assert_all_free(stepper.scheduler)
+
+
+@pytest.mark.parametrize(("count", "blocks"), [(15, 0), (16, 0), (17, 1), (32, 1), (33, 2)])
+def test_hits_of_real_blocks_of_sixteen(count, blocks):
+    stepper = Stepper(scheduler(block_size=16, max_num_batched_tokens=64, max_model_len=64))
+    for key in ("first", "second"):
+        one = sequence(count, key=key, max_tokens=1)
+        stepper.scheduler.add(one)
+        stepper.run()
+    assert one.num_cached_tokens == blocks * 16
+
+
+@pytest.mark.parametrize(
+    ("values", "hit"),
+    [({}, 8), ({"root": b"other"}, 0), ({"prompt": [*tokens(7), 1, 1]}, 4), ({"prompt": [1, *tokens(8)]}, 0)],
+)
+def test_only_the_same_tokens_under_the_same_root_hit(values, hit):
+    stepper = Stepper(scheduler())
+    stepper.scheduler.add(sequence(9))
+    stepper.run()
+    one = sequence(**({"prompt": 9} | values))
+    stepper.scheduler.add(one)
+    stepper.run()
+    assert one.num_cached_tokens == hit
+    assert one.output_ids == alone(one)
+
+
+def test_output_is_found_again_by_the_next_turn():
+    stepper = Stepper(scheduler())
+    first = sequence(6, max_tokens=8)
+    stepper.scheduler.add(first)
+    stepper.run()
+    second = sequence(first.token_ids)
+    stepper.scheduler.add(second)
+    stepper.run()
+    assert second.num_cached_tokens == 12  # of 14 tokens 13 were computed
+
+
+def test_without_caching_nothing_is_shared_and_answers_are_the_same():
+    stepper = Stepper(scheduler(enable_caching=False))
+    for _ in range(2):
+        one = sequence(9)
+        stepper.scheduler.add(one)
+        stepper.run()
+        assert (one.num_cached_tokens, one.output_ids) == (0, alone(one))
+    assert_all_free(stepper.scheduler)
+
+
+def test_cached_tokens_are_those_found_when_the_sequence_first_ran():
+    stepper = Stepper(scheduler(num_blocks=8))
+    holder = stepper.scheduler.pool.allocate(8)
+    one = sequence(9)
+    stepper.scheduler.add(one)
+    assert stepper.scheduler.schedule() == Batch(())
+    stepper.scheduler.pool.publish(holder[0], one.block_hashes[0])  # computed by somebody meanwhile
+    stepper.runner.write(holder, 0, kv_of(tuple(tokens(4))))
+    stepper.scheduler.pool.free(holder)
+    stepper.run()
+    assert one.num_cached_tokens == 4
+    assert one.output_ids == alone(one)
+
+
+# Who gets on.
+
+
+def test_short_gaps_go_first_and_prompts_take_the_rest_of_the_budget():
+    stepper = Stepper(scheduler())
+    decoding = [sequence([n, n], key=str(n), max_tokens=9) for n in (1, 2)]
+    for one in decoding:
+        stepper.scheduler.add(one)
+    stepper.step()
+    stepper.scheduler.add(sequence(12, key="long"))
+    batch = stepper.scheduler.schedule()
+    assert [(c.sequence.key, len(c.token_ids)) for c in batch.chunks] == [("1", 1), ("2", 1), ("long", 6)]
+
+
+def test_a_prompt_gets_a_token_a_step_beside_as_many_running_sequences_as_fit():
+    stepper = Stepper(scheduler(max_num_batched_tokens=4, max_num_seqs=4, max_model_len=16))
+    for n in (1, 2, 3):
+        stepper.scheduler.add(sequence([n], key=str(n), max_tokens=12))
+    stepper.step()
+    one = sequence(4, key="prompt", max_tokens=1)
+    stepper.scheduler.add(one)
+    outputs = [stepper.step()[1] for _ in range(4)]
+    assert [t.sequence.key for t in outputs[-1].tokens][-1] == "prompt"
+    stepper.run()
+    assert_all_free(stepper.scheduler)
+
+
+@pytest.mark.parametrize(("places", "runs"), [(2, False), (3, True), (4, True)])
+def test_a_sequence_waits_until_there_is_a_place_for_each_fork(places, runs):
+    stepper = Stepper(scheduler(max_num_seqs=places + 1))
+    stepper.scheduler.add(sequence([1], key="running", max_tokens=9))
+    stepper.step()
+    stepper.scheduler.add(sequence([2], key="three", forks=(0, 1, 2), max_tokens=1))
+    batch = stepper.scheduler.schedule()
+    assert ("three" in [c.sequence.key for c in batch.chunks]) == runs
+    stepper.finish(batch)
+    stepper.run()
+    assert_all_free(stepper.scheduler)
+
+
+def test_the_newest_is_preempted_and_comes_back_with_the_same_answer():
+    stepper = Stepper(scheduler(num_blocks=4, max_model_len=16))
+    old, new = (sequence([n, n, n], key=str(n), max_tokens=9) for n in (1, 2))
+    stepper.scheduler.add(old)
+    stepper.scheduler.add(new)
+    outputs = stepper.run()
+    assert stepper.scheduler.num_preemptions > 0
+    assert answers(outputs) == {("1", 0): alone(old), ("2", 0): alone(new)}
+    ended = [t.sequence.key for o in outputs for t in o.tokens if t.finish_reason]
+    assert ended == ["1", "2"]
+    assert (old.num_cached_tokens, new.num_cached_tokens) == (0, 0)  # what it finds of its own is no hit
+    assert_all_free(stepper.scheduler)
+
+
+def test_nothing_new_comes_in_while_a_running_sequence_finds_no_block():
+    stepper = Stepper(scheduler(num_blocks=8))
+    one = sequence(16, key="long", max_tokens=1)
+    stepper.scheduler.add(one)
+    stepper.step()
+    held = stepper.scheduler.pool.allocate(5)  # leaves one block; the next chunk takes two
+    stepper.scheduler.add(sequence([1], key="short", max_tokens=1))
+    assert stepper.scheduler.schedule() == Batch(())
+    assert stepper.scheduler.reserve([sequence([2, 3], key="other")]) is None
+    stepper.scheduler.pool.free(held)
+    assert [c.sequence.key for c in stepper.step()[0].chunks] == ["long"]
+    stepper.run()
+    assert_all_free(stepper.scheduler)
+
+
+@pytest.mark.parametrize("waits_for", ["blocks", "places"])
+def test_no_reservation_overtakes_a_sequence_that_waits_for_room(waits_for):
+    stepper = Stepper(scheduler(num_blocks=8, max_num_seqs=2))
+    held = stepper.scheduler.pool.allocate(6 if waits_for == "blocks" else 0)
+    stepper.scheduler.add(sequence([1], key="running", max_tokens=5))
+    stepper.step()
+    stepper.scheduler.add(sequence(8, key="head", forks=(0,) if held else (0, 1), max_tokens=2))
+    assert [c.sequence.key for c in stepper.step()[0].chunks] == ["running"]
+    other = sequence([2], key="other")
+    assert stepper.scheduler.reserve([other]) is None
+    stepper.scheduler.abort("head")
+    reservation = stepper.scheduler.reserve([other])  # at once: no step may come to find out
+    assert reservation is not None
+    stepper.scheduler.cancel(reservation)
+    stepper.scheduler.pool.free(held)
+    stepper.run()
+    assert_all_free(stepper.scheduler)
+
+
+# Forks.
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 8, 9])
+def test_forks_share_a_prompt_and_copy_before_they_write(count):
+    stepper = Stepper(scheduler())
+    one = sequence(count, forks=(0, 1, 2), temperature=1.0, seed=3, max_tokens=6)
+    stepper.scheduler.add(one)
+    outputs = []
+    while not one.num_output_tokens:
+        outputs.append(stepper.step()[1])
+    shared = one.block_ids
+    assert [s.block_ids for s in stepper.scheduler.running] == [shared] * 3
+    batch = stepper.scheduler.schedule()
+    full = count // 4
+    assert [s.block_ids[:full] for s in stepper.scheduler.running] == [shared[:full]] * 3
+    written = [s.block_ids[full] for s in stepper.scheduler.running]
+    assert len(set(written)) == 3
+    assert bool(batch.copies) == (count % 4 > 0)
+    outputs += [stepper.finish(batch), *stepper.run()]
+    assert answers(outputs) == {("s", fork): alone(one, fork) for fork in (0, 1, 2)}
+    assert len({tuple(ids) for ids in answers(outputs).values()}) == 3
+    assert_all_free(stepper.scheduler)
+
+
+@pytest.mark.parametrize("when", ["waiting", "computing", "sampling", "split"])
+@pytest.mark.parametrize("prefill_only", [False, True])
+def test_an_aborted_fork_gives_no_more_output_and_leaves_the_others_alone(when, prefill_only):
+    stepper = Stepper(scheduler())
+    one = sequence(12, forks=(0, 1, 2), temperature=1.0, max_tokens=3, prefill_only=prefill_only)
+    stepper.scheduler.add(one)
+    outputs: list[StepOutput] = []
+    for now in ("waiting", "computing", "sampling", "split"):
+        batch = Batch(()) if now == "waiting" else stepper.scheduler.schedule()
+        if now == when:
+            before = answers(outputs).get(("s", 1), [])
+            stepper.scheduler.abort("s", [1])
+        outputs.append(stepper.finish(batch))
+    outputs += stepper.run()
+    assert len(before) == (when == "split")
+    wanted = {("s", fork): alone(one, fork)[: 1 if prefill_only else 3] for fork in (0, 2)}
+    assert answers(outputs) == wanted | ({("s", 1): before} if before else {})
+    for _, blocks in (parked for output in outputs for parked in output.parked):
+        stepper.scheduler.pool.free(blocks)
+    assert_all_free(stepper.scheduler)
+
+
+@pytest.mark.parametrize("forks", [None, [0, 1], [1, 0, 7]])
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_aborting_all_forks_during_a_step_ends_the_sequence_with_it(steps, forks):
+    stepper = Stepper(scheduler())
+    stepper.scheduler.add(sequence(12, forks=(0, 1)))
+    for _ in range(steps):
+        stepper.step()
+    batch = stepper.scheduler.schedule()
+    for _ in range(2):
+        stepper.scheduler.abort("s", forks)
+    output = stepper.finish(batch)
+    assert (output.tokens, output.parked, output.progress) == ((), (), ())
+    assert_all_free(stepper.scheduler)
+
+
+@pytest.mark.parametrize(("key", "forks"), [("other", None), ("s", []), ("s", [5])])
+def test_an_abort_of_what_is_not_there_changes_nothing(key, forks):
+    stepper = Stepper(scheduler())
+    one = sequence()
+    stepper.scheduler.add(one)
+    stepper.scheduler.abort(key, forks)
+    stepper.run()
+    assert one.output_ids == alone(one)
+
+
+def test_an_aborted_fork_gives_its_place_back():
+    stepper = Stepper(scheduler(max_num_seqs=3))
+    stepper.scheduler.add(sequence(12, forks=(0, 1)))
+    stepper.step()
+    stepper.scheduler.abort("s", [0])
+    stepper.scheduler.add(sequence([1], key="two", forks=(0, 1)))
+    assert {c.sequence.key for c in stepper.step()[0].chunks} == {"s", "two"}
+    stepper.run()
+    assert_all_free(stepper.scheduler)
+
+
+# Prefill only.
+
+
+def test_a_prefilled_sequence_is_parked_with_all_its_blocks():
+    stepper = Stepper(scheduler())
+    one = sequence(10, forks=(0, 1), prefill_only=True, temperature=1.0)
+    stepper.scheduler.add(one)
+    outputs = stepper.run()
+    ((parked, blocks),) = outputs[-1].parked
+    assert parked is one
+    assert stepper.runner.read(blocks, 10).tolist() == kv_of(tuple(one.token_ids)).tolist()
+    assert [(t.fork, t.index, t.sample.token_id) for t in outputs[-1].tokens] == [
+        (fork, 0, alone(one, fork)[0]) for fork in (0, 1)
+    ]
+    assert [stepper.scheduler.pool.references(block) for block in blocks] == [1] * 3
+    stepper.scheduler.pool.free(blocks)
+    assert_all_free(stepper.scheduler)
+
+
+def test_a_prefilled_sequence_without_a_live_fork_holds_nothing():
+    stepper = Stepper(scheduler())
+    stepper.scheduler.add(sequence(10, forks=(0, 1), prefill_only=True, max_tokens=1))
+    outputs = stepper.run()
+    assert [t.finish_reason for t in outputs[-1].tokens] == [FinishReason.LENGTH] * 2
+    assert outputs[-1].parked == ()
+    assert_all_free(stepper.scheduler)
+
+
+# KV from elsewhere.
+
+
+def arrive(stepper: Stepper, reservation: Reservation) -> None:
+    """Writes what a holder would send: the KV of all blocks that are not here yet."""
+    first = reservation.forks[0]
+    known = reservation.num_cached_blocks * stepper.scheduler.config.block_size
+    entries = kv_of(tuple(first.token_ids[:-1]))
+    stepper.runner.write(reservation.block_ids, known, entries[known:])
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 8, 9])
+@pytest.mark.parametrize("cached", [0, 4, 12])
+def test_admitted_forks_go_on_as_if_computed_here(count, cached):
+    stepper = Stepper(scheduler())
+    if cached:
+        stepper.scheduler.add(sequence(cached, key="earlier", max_tokens=1))
+        stepper.run()
+    whole = sequence(count, temperature=1.0, max_tokens=6)
+    forks = [
+        sequence(count, output=alone(whole, fork)[:1], forks=(fork,), temperature=1.0, max_tokens=6) for fork in (0, 1)
+    ]
+    reservation = stepper.scheduler.reserve(forks)
+    assert reservation is not None
+    assert reservation.num_cached_blocks == min(cached, count) // 4
+    assert len(reservation.block_ids) == -(-count // 4)
+    arrive(stepper, reservation)
+    stepper.scheduler.admit(reservation)
+    assert [fork.num_cached_tokens for fork in forks] == [reservation.num_cached_blocks * 4] * 2
+    stepper.run()
+    assert [fork.output_ids for fork in forks] == [alone(whole, 0), alone(whole, 1)]
+    assert_all_free(stepper.scheduler)
+
+
+def test_admitted_blocks_are_found_by_others_and_cancelled_ones_are_not():
+    stepper = Stepper(scheduler())
+    for end, hit in ((stepper.scheduler.cancel, 0), (stepper.scheduler.admit, 8)):
+        reservation = stepper.scheduler.reserve([sequence(9, output=[1], key="pulled", max_tokens=2)])
+        arrive(stepper, reservation)
+        end(reservation)
+        one = sequence([*tokens(8), 1, 2, 3])
+        stepper.scheduler.add(one)
+        stepper.run()
+        assert (one.num_cached_tokens, one.output_ids) == (hit, alone(one))
+    assert_all_free(stepper.scheduler)
+
+
+@pytest.mark.parametrize(("free", "granted"), [(2, False), (3, False), (4, True)])
+def test_a_reservation_leaves_a_block_for_each_running_sequence(free, granted):
+    stepper = Stepper(scheduler(num_blocks=9))
+    stepper.scheduler.add(sequence([1], key="running", max_tokens=9))
+    stepper.step()
+    held = stepper.scheduler.pool.allocate(8 - free)
+    reservation = stepper.scheduler.reserve([sequence(9, output=[1], key="pulled")])
+    assert (reservation is not None) == granted
+    load = stepper.scheduler.load()
+    assert (load.reserved_blocks, load.free_blocks) == ((3, free - 3) if granted else (0, free))
+    if reservation:
+        stepper.scheduler.cancel(reservation)
+    stepper.scheduler.pool.free(held)
+    stepper.run()
+    assert_all_free(stepper.scheduler)
+
+
+@pytest.mark.parametrize(("forks", "granted"), [(2, True), (3, True), (4, False)])
+def test_a_reservation_takes_a_place_for_each_fork(forks, granted):
+    stepper = Stepper(scheduler(max_num_seqs=4))
+    stepper.scheduler.add(sequence([1], key="running", max_tokens=3))
+    stepper.step()
+    pulled = [sequence(5, output=[1], forks=(fork,), key="pulled") for fork in range(forks)]
+    reservation = stepper.scheduler.reserve(pulled)
+    assert (reservation is not None) == granted
+    stepper.scheduler.add(sequence([2], key="next", forks=(0, 1), max_tokens=1))
+    runs = {c.sequence.key for c in stepper.step()[0].chunks}
+    assert ("next" in runs) == (not granted)
+    if reservation:
+        stepper.scheduler.cancel(reservation)
+    stepper.run()
+    assert_all_free(stepper.scheduler)
+
+
+# Ends.
+
+EOS_STOP = (FinishReason.STOP, None)
+LENGTH = (FinishReason.LENGTH, None)
+GOES_ON = (None, None)
+
+
+@pytest.mark.parametrize(
+    ("written", "values", "end"),
+    [
+        (1, {}, GOES_ON),
+        (3, {}, LENGTH),  # max_tokens
+        (4, {}, LENGTH),
+        (1, {"last": EOS}, EOS_STOP),
+        (3, {"last": EOS}, EOS_STOP),  # where both hold, it stopped
+        (1, {"last": 2}, EOS_STOP),  # one of several
+        (1, {"last": EOS, "ignore_eos": True}, GOES_ON),
+        (3, {"last": EOS, "ignore_eos": True}, LENGTH),
+        (1, {"last": 9, "stop_token_ids": (8, 9)}, (FinishReason.STOP, 9)),
+        (1, {"last": 9, "stop_token_ids": (8, 9), "ignore_eos": True}, (FinishReason.STOP, 9)),
+        (1, {"last": EOS, "stop_token_ids": (EOS,)}, EOS_STOP),
+        (1, {"last": EOS, "stop_token_ids": (EOS,), "ignore_eos": True}, (FinishReason.STOP, EOS)),
+        (1, {"last": 7, "stop_token_ids": (8, 9)}, GOES_ON),
+        (1, {"last": EOS, "min_tokens": 1}, GOES_ON),
+        (2, {"last": EOS, "min_tokens": 1}, EOS_STOP),
+        (2, {"last": 9, "stop_token_ids": (9,), "min_tokens": 2}, GOES_ON),
+        (3, {"last": 9, "stop_token_ids": (9,), "min_tokens": 2}, (FinishReason.STOP, 9)),
+        (3, {"last": EOS, "min_tokens": 3}, LENGTH),
+        (2, {"prompt": 29}, GOES_ON),  # 31 of 32 tokens
+        (2, {"prompt": 30}, LENGTH),  # max_model_len
+        (2, {"prompt": 30, "last": EOS}, EOS_STOP),
+        (1, {"prompt": 31}, LENGTH),
+        (1, {"prompt": 31, "min_tokens": 2}, LENGTH),
+    ],
+)
+def test_what_ends_a_sequence(written, values, end):
+    values = {"last": 5, "ignore_eos": False, "max_tokens": 3, "prompt": 4} | values
+    last = values.pop("last")
+    one = sequence(output=[5] * (written - 1) + [last], **values)
+    assert finish(one, SchedulerConfig(max_model_len=32, eos_token_ids=(EOS, 2))) == end
+
+
+def test_a_failed_step_ends_its_sequences_and_only_them():
+    stepper = Stepper(scheduler(max_num_batched_tokens=4))
+    for key, count in (("a", 4), ("b", 2)):
+        stepper.scheduler.add(sequence(tokens(count, seed=count), key=key, forks=(0, 1) if key == "a" else (0,)))
+    stepper.step()
+    failing = stepper.scheduler.schedule()
+    assert {c.sequence.key for c in failing.chunks} == {"a", "b"}
+    assert failing.copies == ()
+    waiting = sequence([1, 2], key="c")
+    stepper.scheduler.add(waiting)
+    error = EngineFailure("broken")
+    stepper.scheduler.abort("b")
+    output = stepper.scheduler.fail(failing, error)
+    assert [(s.key, s.forks, e) for s, e in output.failed] == [("a", (0,), error), ("a", (1,), error)]
+    assert output.num_batched_tokens == 0
+    stepper.run()
+    assert waiting.output_ids == alone(waiting)
+    assert_all_free(stepper.scheduler)
+
+
+@pytest.mark.parametrize(("budget", "places", "ok"), [(4, 4, True), (5, 4, True), (3, 4, False)])
+def test_the_budget_must_have_a_token_for_each_place(budget, places, ok):
+    if ok:
+        SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=places)
+    else:
+        with pytest.raises(ConfigError, match="max_num_batched_tokens") as caught:
+            SchedulerConfig(max_num_batched_tokens=budget, max_num_seqs=places)
+        assert caught.value.field == "max_num_batched_tokens"
+
+
+@pytest.mark.parametrize(("blocks", "ok"), [(7, False), (8, True), (9, True)])
+def test_the_pool_must_hold_the_longest_sequence(blocks, ok):
+    config = SchedulerConfig(max_model_len=32, block_size=4)
+    if ok:
+        Scheduler(config, BlockPool(blocks))
+    else:
+        with pytest.raises(ConfigError, match="28 tokens") as caught:
+            Scheduler(config, BlockPool(blocks))
+        assert caught.value.field == "max_model_len"
+
+
+@pytest.mark.parametrize("places", [1, 4])
+def test_a_sequence_of_the_greatest_length_runs_in_the_smallest_pool(places):
+    stepper = Stepper(scheduler(num_blocks=8, max_num_seqs=places))
+    for key in range(3):
+        stepper.scheduler.add(
+            sequence([key + 1], key=str(key), forks=tuple(range(places)), max_tokens=99, temperature=1.0)
+        )
+    outputs = stepper.run(most=3 * places * 32)
+    assert len(answers(outputs)) == 3 * places
+    assert {len(ids) for ids in answers(outputs).values()} == {31}
+    assert_all_free(stepper.scheduler)
+
+
+# Everything at once.
+
+
+@dataclass(eq=False)
+class Request:
+    """What was asked for under one key, and what came of it."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    skip: int  # output tokens that were there from the start
+    prefill_only: bool
+    open: set[int]  # forks that neither ended nor were aborted nor failed
+    written: dict[int, list[int]] = field(default_factory=dict)
+
+    def expected(self, fork: int) -> tuple[tuple[int, ...], FinishReason]:
+        return answer(self.prompt, self.params, fork, MAX_LEN)
+
+
+@dataclass(eq=False)
+class Pulling:
+    reservation: Reservation
+    request: Request
+    key: str
+    source: tuple[Sequence, tuple[int, ...]] | None  # parked here, else from another pool
+    pulled: bool = False
+
+
+PROMPTS = st.builds(
+    lambda stream, shared, tail: (*tokens(shared, stream), *tail),
+    st.integers(0, 1),
+    st.integers(1, 14),
+    st.lists(st.integers(1, VOCAB - 1), max_size=2),
+)
+PARAMS = st.builds(
+    SamplingParams,
+    max_tokens=st.sampled_from([1, 2, 5, 9, 20]),
+    min_tokens=st.integers(0, 1),
+    temperature=st.sampled_from([0.0, 1.0]),
+    seed=st.integers(0, 2),
+    stop_token_ids=st.sampled_from([(), (), (), tuple(range(1, VOCAB, 9))]),
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random requests on tiny pools, with aborts, hand-overs and failures at any time, also during a step."""
+
+    @initialize(
+        extra=st.integers(0, 4),
+        places=st.sampled_from([1, 2, 3, 4, 6]),
+        budget=st.integers(0, 6),
+        caching=st.sampled_from([True, True, True, False]),
+    )
+    def start(self, extra: int, places: int, budget: int, caching: bool) -> None:
+        self.scheduler = scheduler(
+            MAX_LEN // SIZE + extra,
+            block_size=SIZE,
+            max_num_batched_tokens=places + budget,
+            max_num_seqs=places,
+            max_model_len=MAX_LEN,
+            enable_caching=caching,
+        )
+        self.pool, self.config = self.scheduler.pool, self.scheduler.config
+        self.stepper = Stepper(self.scheduler)
+        self.runner = self.stepper.runner
+        self.requests: dict[str, Request] = {}
+        self.added: list[Sequence] = []  # not served yet, in order
+        self.pulls: list[Pulling] = []
+        self.parked: list[tuple[Sequence, tuple[int, ...]]] = []
+        self.batch: Batch | None = None
+        self.samples = None  # of the batch, when computed early
+        self.index: set[bytes] = set()  # the prefix cache, from the events
+        self.cached_kv: dict[bytes, list[int]] = {}
+        self.in_cache: dict[bytes, list[int]] = {}
+
+    # Requests.
+
+    def new_request(self, prompt, params, forks, skip=0, prefill_only=False) -> tuple[str, Request]:
+        key = f"r{len(self.requests)}"
+        self.requests[key] = Request(prompt, params, skip, prefill_only, set(forks))
+        return key, self.requests[key]
+
+    @rule(prompt=PROMPTS, params=PARAMS, forks=st.integers(1, 3), prefill_only=st.booleans(), skip=st.integers(0, 3))
+    def add(self, prompt, params, forks, prefill_only, skip) -> None:
+        """A new request with n forks, or (skip > 0) a single fork that resumes after some output."""
+        if skip:
+            forks = (forks - 1,)
+            skip = min(skip, len(answer(prompt, params, forks[0], MAX_LEN)[0]) - 1)
+        else:
+            forks = tuple(range(min(forks, self.config.max_num_seqs)))
+        key, _ = self.new_request(prompt, params, forks, skip, prefill_only)
+        output = answer(prompt, params, forks[0], MAX_LEN)[0][:skip]
+        one = Sequence(key, [*prompt, *output], len(prompt), params, forks, prefill_only, b"root")
+        self.scheduler.add(one)
+        self.added.append(one)
+
+    @precondition(lambda self: any(request.open for request in self.requests.values()))
+    @rule(data=st.data(), forks=st.none() | st.sets(st.integers(0, 2), max_size=2), now=st.booleans())
+    def abort(self, data, forks, now) -> None:
+        """Of a request in the engine (`now`: in the batch); whose KV is still on its way ends by a cancel."""
+        pulling = {pull.key for pull in self.pulls}
+        computing = {chunk.sequence.key for chunk in self.batch.chunks} if self.batch and now else self.requests.keys()
+        keys = [key for key in self.requests if self.requests[key].open and key in computing - pulling]
+        if not keys:
+            return
+        key = data.draw(st.sampled_from(keys))
+        self.scheduler.abort(key, forks)
+        self.requests[key].open -= self.requests[key].open if forks is None else forks
+        self.added = [one for one in self.added if self.requests[one.key].open]
+
+    # Hand-over.
+
+    def reserve_for(self, prompt, params, forks, source=None) -> None:
+        firsts = {fork: answer(prompt, params, fork, MAX_LEN)[0][:1] for fork in forks}
+        sequences = [
+            Sequence(f"r{len(self.requests)}", [*prompt, *first], len(prompt), params, (fork,), root=b"root")
+            for fork, first in firsts.items()
+        ]
+        places = self.config.max_num_seqs - self.occupied()
+        reservation = self.scheduler.reserve(sequences)
+        if reservation is None:
+            idle = not (self.scheduler.running or self.scheduler.waiting or self.pulls or self.parked)
+            assert not (idle and places >= len(forks)), "an empty engine has room"
+            return
+        assert places >= len(forks)
+        key, request = self.new_request(prompt, params, forks, skip=1)
+        self.runner.poison(reservation.block_ids[reservation.num_cached_blocks :])
+        self.pulls.append(Pulling(reservation, request, key, source))
+
+    @rule(prompt=PROMPTS, params=PARAMS, forks=st.sampled_from([1, 1, 2, 3]))
+    def reserve(self, prompt, params, forks) -> None:
+        forks = range(min(forks, self.config.max_num_seqs))
+        live = [fork for fork in forks if len(answer(prompt, params, fork, MAX_LEN)[0]) > 1]
+        if live:
+            self.reserve_for(prompt, params, live)
+
+    @precondition(lambda self: self.parked)
+    @rule(data=st.data())
+    def reserve_parked(self, data) -> None:
+        """The same pool as holder and reader: as decode would go on after prefill."""
+        source = data.draw(st.sampled_from(self.parked))
+        one = source[0]
+        request = self.requests[one.key]
+        live = [fork for fork in one.forks if len(request.expected(fork)[0]) > 1]
+        if not request.skip and live:
+            self.reserve_for(request.prompt, request.params, live, source)
+
+    @precondition(lambda self: self.pulls)
+    @rule(data=st.data(), done=st.booleans())
+    def pull(self, data, done) -> None:
+        """Copies whole blocks out of a holder's pool."""
+        pull = data.draw(st.sampled_from(self.pulls))
+        if pull.source in self.parked:
+            holder, blocks = self.runner, pull.source[1]
+        else:
+            holder, blocks = ToyRunner(8, SIZE), (5, 1, 7, 0, 3, 2)
+            holder.write(blocks, 0, kv_of(pull.request.prompt))
+        reservation = pull.reservation
+        for index in range(reservation.num_cached_blocks, len(reservation.block_ids)):
+            self.runner.kv[reservation.block_ids[index]] = holder.kv[blocks[index]]
+        pull.pulled = True
+        if done:
+            self.admit()
+
+    @precondition(lambda self: any(pull.pulled for pull in self.pulls))
+    @rule()
+    def admit(self) -> None:
+        pull = next(pull for pull in self.pulls if pull.pulled)
+        self.pulls.remove(pull)
+        self.scheduler.admit(pull.reservation)
+
+    @precondition(lambda self: self.pulls)
+    @rule(data=st.data())
+    def cancel(self, data) -> None:
+        pull = data.draw(st.sampled_from(self.pulls))
+        self.pulls.remove(pull)
+        self.scheduler.cancel(pull.reservation)
+        pull.request.open.clear()
+
+    @precondition(lambda self: self.parked)
+    @rule(data=st.data())
+    def free_parked(self, data) -> None:
+        one, blocks = self.parked.pop(data.draw(st.integers(0, len(self.parked) - 1)))
+        assert self.runner.read(blocks, one.num_tokens).tolist() == kv_of(tuple(one.token_ids)).tolist()
+        self.pool.free(blocks)
+
+    # Steps.
+
+    @precondition(lambda self: self.batch is None)
+    @rule(early=st.booleans())
+    def begin_step(self, early: bool) -> None:
+        waiting = list(self.scheduler.waiting)
+        batch = self.scheduler.schedule()
+        self.check_batch(batch, waiting)
+        self.batch, self.samples = batch, None
+        if early:
+            self.compute()
+
+    def compute(self) -> None:
+        """The forward pass; nothing that the batch needs may have been freed or be shared by now."""
+        self.runner.poison(block for block, count in self.references().items() if count == 0 and not self.cached(block))
+        for chunk in self.batch.chunks:
+            written = chunk.block_ids[chunk.start // SIZE :]
+            assert [self.pool.references(block) for block in written] == [1] * len(written)
+            assert not any(self.cached(block) for block in written)
+        self.samples = self.stepper.sampler(self.runner.forward(self.batch), self.batch)
+
+    @precondition(lambda self: self.batch is not None)
+    @rule(fails=st.sampled_from([False] * 7 + [True]))
+    def end_step(self, fails: bool) -> None:
+        if fails and self.batch.chunks:
+            self.fail_step()
+            return
+        if self.samples is None:
+            self.compute()
+        batch, self.batch = self.batch, None
+        self.check_output(self.scheduler.update(batch, self.samples), batch)
+
+    @precondition(lambda self: self.scheduler.running or self.scheduler.waiting)
+    @rule(count=st.integers(1, 8))
+    def whole_steps(self, count: int) -> None:
+        for _ in range(count):
+            if self.batch is None:
+                self.begin_step(early=False)
+            self.end_step(fails=False)
+
+    def fail_step(self) -> None:
+        batch, self.batch = self.batch, None
+        named = [(chunk.sequence.key, fork) for chunk in batch.chunks for fork in chunk.sequence.forks]
+        expected = [(key, fork) for key, fork in named if fork in self.requests[key].open]
+        output = self.scheduler.fail(batch, EngineFailure("broken"))
+        assert [(one.key, fork) for one, _ in output.failed for fork in one.forks] == expected
+        for key, fork in expected:
+            self.requests[key].open.discard(fork)
+        self.check_output(output, batch)
+
+    # Promises.
+
+    def cached(self, block: int) -> bool:
+        return self.pool._hash_of[block] is not None
+
+    def occupied(self) -> int:
+        """Places taken: one a fork, from a sequence's first step or a reservation on."""
+        return sum(len(s.forks) for s in self.scheduler.running) + sum(len(p.reservation.forks) for p in self.pulls)
+
+    def references(self) -> dict[int, int]:
+        """What each block is held by: sequences, reservations, parked sequences and copies that aren't done."""
+        counts = Counter(block for s in self.scheduler.running for block in s.block_ids)
+        counts.update(block for pull in self.pulls for block in pull.reservation.block_ids)
+        counts.update(block for _, blocks in self.parked for block in blocks)
+        counts.update(source for source, _ in (self.batch.copies if self.batch else ()))
+        return {block: counts[block] for block in range(self.pool.num_blocks)}
+
+    def check_batch(self, batch: Batch, waiting: list[Sequence]) -> None:
+        chunked = [chunk.sequence for chunk in batch.chunks]
+        assert len(set(chunked)) == len(chunked)
+        assert batch.num_tokens <= self.config.max_num_batched_tokens
+        for chunk in batch.chunks:
+            one, end = chunk.sequence, chunk.start + len(chunk.token_ids)
+            assert chunk.start == one.num_computed_tokens < end <= one.num_tokens
+            assert chunk.token_ids == tuple(one.token_ids[chunk.start : end])
+            assert chunk.samples == (end == one.num_tokens)
+            assert chunk.block_ids == tuple(one.block_ids)
+            assert len(chunk.block_ids) == -(-end // SIZE)
+            if one in self.added:  # its first service
+                assert one is self.added.pop(0), "first come, first served"
+                assert chunk.start % SIZE == 0
+                assert one.num_cached_tokens == chunk.start
+        came_in = [one for one in chunked if one in waiting]
+        left_out = [one for one in self.scheduler.running if one not in chunked]
+        assert not (came_in and left_out and batch.num_tokens < self.config.max_num_batched_tokens)
+        note(f"batch {[(c.sequence.key, c.start, len(c.token_ids), c.block_ids) for c in batch.chunks]} {batch.copies}")
+
+    def check_output(self, output: StepOutput, batch: Batch) -> None:
+        for token in output.tokens:
+            request = self.requests[token.sequence.key]
+            assert token.fork in request.open, "no output after an abort"
+            expected, reason = request.expected(token.fork)
+            written = request.written.setdefault(token.fork, [])
+            assert token.index == request.skip + len(written)
+            assert token.sample.token_id == expected[token.index]
+            written.append(token.sample.token_id)
+            last = token.index == len(expected) - 1
+            assert token.finish_reason == (reason if last else None)
+            is_stop = last and token.sample.token_id in request.params.stop_token_ids
+            assert token.stop_token_id == (token.sample.token_id if is_stop and reason == FinishReason.STOP else None)
+            if last or request.prefill_only:
+                request.open.discard(token.fork)
+        live = {t.sequence.key for t in output.tokens if t.finish_reason is None}
+        live &= {key for key, request in self.requests.items() if request.prefill_only}
+        assert [one.key for one, _ in output.parked] == [c.sequence.key for c in batch.chunks if c.sequence.key in live]
+        for one, blocks in output.parked:
+            assert self.runner.read(blocks, one.num_tokens).tolist() == kv_of(tuple(one.token_ids)).tolist()
+        self.parked += output.parked
+        for one, computed in output.progress:
+            assert computed == one.num_computed_tokens < one.num_tokens
+        assert not set(output.stored) & set(output.removed)
+        self.index = (self.index - set(output.removed)) | set(output.stored)
+        assert self.index == set(self.pool.cached_hashes())
+        assert output.load == self.scheduler.load()
+
+    @invariant()
+    def no_block_is_lost_or_wrongly_shared(self) -> None:
+        references = self.references()
+        assert {block: self.pool.references(block) for block in references} == references
+        assert self.pool.num_free == sum(count == 0 for count in references.values())
+        assert not any(one.block_ids for one in self.scheduler.waiting)
+        assert self.scheduler.num_reserved_blocks == sum(len(p.reservation.block_ids) for p in self.pulls)
+
+    @invariant()
+    def no_more_run_than_have_a_place(self) -> None:
+        assert self.occupied() <= self.config.max_num_seqs
+
+    @invariant()
+    def cached_blocks_are_never_written(self) -> None:
+        now = {h: self.runner.kv[block].tolist() for h, block in self.pool._block_of.items()}
+        for block_hash, entries in now.items():
+            assert self.cached_kv.setdefault(block_hash, entries) == entries, "the content of a hash changed"
+
+    @invariant()
+    def sequences_run_in_order_of_arrival(self) -> None:
+        arrivals = [one.arrival for one in self.scheduler.running]
+        assert arrivals == sorted(arrivals)
+
+    def teardown(self) -> None:
+        """Everything that is open ends, within a bound of steps."""
+        if not hasattr(self, "scheduler"):
+            return
+        while self.pulls:
+            if self.pulls[0].pulled:
+                self.admit()
+            else:
+                pull = self.pulls.pop(0)
+                self.scheduler.cancel(pull.reservation)
+                pull.request.open.clear()
+        for _ in range(2 + MAX_LEN * sum(len(request.open) for request in self.requests.values())):
+            if self.batch is None and not (self.scheduler.running or self.scheduler.waiting):
+                break
+            for _, blocks in self.parked:
+                self.pool.free(blocks)
+            self.parked.clear()
+            if self.batch is None:
+                self.begin_step(early=False)
+            self.end_step(fails=False)
+            self.no_block_is_lost_or_wrongly_shared()
+            self.no_more_run_than_have_a_place()
+        for key, request in self.requests.items():
+            assert not request.open, f"{key} starved"
+        for _, blocks in self.parked:
+            self.pool.free(blocks)
+        assert_all_free(self.scheduler)
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)

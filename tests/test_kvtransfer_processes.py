@@ -1,0 +1,204 @@
+"""Between two real processes a hand-over arrives byte for byte, and a killed holder costs its copy and nothing more."""
+
+import asyncio
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from kv_fakes import EPOCH, FAST, FINGERPRINT, LAYOUT, FakePool, memfds_mapped, until
+
+from common.errors import EpochMismatch, HandoverError, KVExpired, WorkerLost
+from common.rpc import kv_pb2
+from kvtransfer.handle import KVHandle
+from kvtransfer.reader import KVReader
+
+SCRIPT = Path(__file__).with_name("kv_holder_process.py")
+PAIRS = [(3, 0), (4, 1), (9, 5)]
+PATIENCE_S = 30
+
+
+class HolderProcess:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.port = 0
+        self.digests: list[str] = []
+
+    async def answer(self):
+        line = await asyncio.wait_for(self.process.stdout.readline(), PATIENCE_S)
+        return json.loads(line)
+
+    async def ask(self, line: str):
+        self.process.stdin.write(line.encode() + b"\n")
+        return await self.answer()
+
+    async def hold(self, *block_ids: int) -> KVHandle:
+        data = await self.ask("hold " + " ".join(map(str, block_ids or (3, 4, 9))))
+        return KVHandle.from_proto(kv_pb2.KVHandle.FromString(bytes.fromhex(data)))
+
+    async def kill(self) -> None:
+        self.process.kill()
+        await asyncio.wait_for(self.process.wait(), PATIENCE_S)
+
+
+@asynccontextmanager
+async def holder_process(*, port: int = 0, epoch: int = EPOCH):
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        SCRIPT,
+        str(port),
+        str(epoch),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    holder = HolderProcess(process)
+    try:
+        hello = await holder.answer()
+        holder.port, holder.digests = hello["port"], hello["blocks"]
+        yield holder
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGCONT)
+            await holder.kill()
+
+
+@pytest.fixture
+async def pool():
+    mapped = memfds_mapped()
+    pool = FakePool()
+    yield pool
+    pool.close()
+    assert memfds_mapped() == mapped
+
+
+@pytest.fixture
+async def reader(pool):
+    reader = KVReader(pool, LAYOUT, FINGERPRINT, FAST, time.monotonic)
+    yield reader
+    await reader.close()
+    assert (reader.num_claims, reader.num_connections) == (0, 0)
+
+
+def digest(block: bytes) -> str:
+    return hashlib.sha256(block).hexdigest()
+
+
+async def test_blocks_arrive_byte_for_byte_and_the_holder_is_free_again(reader, pool):
+    async with holder_process() as holder:
+        for _ in range(2):
+            async with reader.claimed(await holder.hold()) as claim:
+                assert (await holder.ask("state"))["held_blocks"] == 3
+                await claim.pull(PAIRS)
+                await claim.release()
+            for source, target in PAIRS:
+                assert digest(pool.block(target)) == holder.digests[source]
+        assert await holder.ask("state") == {"held": 0, "held_blocks": 0, "freed": [3, 4, 9] * 2}
+
+
+async def test_a_lease_is_kept_alive_past_its_length(reader, pool):
+    async with holder_process() as holder:
+        unclaimed = await holder.hold(1, 2)
+        async with reader.claimed(await holder.hold()) as claim:
+            await asyncio.sleep(FAST.lease_s * 1.2)
+            assert (await holder.ask("state"))["freed"] == [1, 2]
+            await claim.pull(PAIRS)
+            await claim.release()
+        with pytest.raises(KVExpired):
+            async with reader.claimed(unclaimed):
+                pass
+
+
+@pytest.mark.parametrize("when", ["before the claim", "before the pull", "after the pull"])
+async def test_a_killed_holder_makes_the_copy_void_and_its_memory_is_let_go(reader, pool, when):
+    mapped = memfds_mapped()
+
+    async def hand_over(holder: HolderProcess, handle: KVHandle) -> None:
+        if when == "before the claim":
+            await holder.kill()
+        async with reader.claimed(handle) as claim:
+            if when == "before the pull":
+                await holder.kill()
+            await claim.pull(PAIRS)
+            if when == "after the pull":
+                await holder.kill()
+            await claim.release()
+
+    async with holder_process() as holder:
+        handle = await holder.hold()
+        with pytest.raises((KVExpired, WorkerLost)):
+            await hand_over(holder, handle)
+    await until(lambda: (reader.num_connections, memfds_mapped()) == (0, mapped))
+
+
+async def test_an_idle_connection_to_a_killed_holder_does_not_keep_its_memory(reader):
+    mapped = memfds_mapped()
+    async with holder_process() as holder:
+        async with reader.claimed(await holder.hold()) as claim:
+            await claim.release()
+        assert (reader.num_connections, memfds_mapped()) == (1, mapped + 1)
+        await holder.kill()
+        await until(lambda: (reader.num_connections, memfds_mapped()) == (0, mapped))
+
+
+async def test_a_frozen_holder_is_noticed_by_the_deadline(reader):
+    async with holder_process() as holder:
+        handle = await holder.hold()
+        async with reader.claimed(handle) as claim:
+            await claim.pull(PAIRS)
+            os.kill(holder.process.pid, signal.SIGSTOP)
+            with pytest.raises(KVExpired):
+                await claim.release()
+        await until(lambda: reader.num_connections == 0)
+
+
+async def test_a_new_life_at_the_same_address_does_not_honour_the_old_handle(reader, pool):
+    async with holder_process() as holder:
+        old = await holder.hold()
+        async with reader.claimed(await holder.hold()) as claim:
+            await claim.release()
+        await holder.kill()
+        port = holder.port
+    async with holder_process(port=port, epoch=EPOCH + 1) as holder:
+        with pytest.raises((EpochMismatch, WorkerLost)):
+            async with reader.claimed(old):
+                pass
+        with pytest.raises(EpochMismatch):
+            async with reader.claimed(old):
+                pass
+        async with reader.claimed(await holder.hold()) as claim:
+            await claim.pull(PAIRS)
+            await claim.release()
+        assert digest(pool.block(0)) == holder.digests[3]
+        assert (await holder.ask("state"))["held"] == 0
+
+
+async def test_a_cancelled_hand_over_frees_the_holder_at_once(reader):
+    async with holder_process() as holder:
+        handle, claimed = await holder.hold(), asyncio.Event()
+
+        async def wait_for_blocks() -> None:
+            async with reader.claimed(handle):
+                claimed.set()
+                await asyncio.sleep(60)
+
+        task = asyncio.create_task(wait_for_blocks())
+        await asyncio.wait_for(claimed.wait(), PATIENCE_S)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await reader.close()
+        assert await holder.ask("state") == {"held": 0, "held_blocks": 0, "freed": [3, 4, 9]}
+
+
+async def test_the_holder_is_not_asked_for_blocks_that_are_not_the_handles(reader, pool):
+    before = pool.blocks()
+    async with holder_process() as holder:
+        async with reader.claimed(await holder.hold()) as claim:
+            with pytest.raises(HandoverError):
+                await claim.pull([(5, 0)])
+    assert pool.blocks() == before

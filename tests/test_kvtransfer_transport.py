@@ -1,0 +1,54 @@
+"""Transports are found by name, in order of preference, and a pool is offered only in ways that work."""
+
+import pytest
+from kv_fakes import FakePool, GateHolder
+
+from common.errors import ConfigError, TransportUnavailable
+from kvtransfer.shm import TRANSPORT, ShmHolder
+from kvtransfer.transport import MODULES, Transport, choose, holders
+
+
+class UnsharedPool(FakePool):
+    fd = None
+
+    def __init__(self) -> None:
+        self.num_blocks, self.block_bytes, self.nonce = 4, 8, b""
+
+
+def refuse(pool):
+    raise TransportUnavailable("no such hardware")
+
+
+def test_every_registered_transport_has_the_name_it_is_registered_under():
+    assert [transport.name for transport in choose()] == list(MODULES)
+
+
+@pytest.mark.parametrize("setting", ["shm", " shm ", "shm,shm", "shm, shm"])
+def test_a_list_of_names_is_taken_once_each(setting):
+    assert choose(setting) == (TRANSPORT,)
+
+
+@pytest.mark.parametrize("setting", ["", "pigeon", "shm,", "shm,pigeon", "auto,shm", "SHM"])
+def test_an_unknown_name_is_a_config_error(setting):
+    with pytest.raises(ConfigError) as caught:
+        choose(setting)
+    assert caught.value.field == "transport"
+    assert "shm" in caught.value.message
+
+
+def test_a_transport_that_the_pool_does_not_allow_is_left_out():
+    gate = Transport("gate", lambda pool: GateHolder(), lambda executor: None)
+    usable = holders([Transport("rdma", refuse, lambda executor: None), TRANSPORT, gate], UnsharedPool())
+    assert [transport.name for transport in usable] == ["gate"]
+
+
+def test_no_usable_transport_is_an_error_that_says_why():
+    with pytest.raises(TransportUnavailable, match="not shared memory"):
+        holders([TRANSPORT], UnsharedPool())
+
+
+def test_a_shared_pool_is_offered_by_shm():
+    pool = FakePool(2)
+    [holder] = holders(choose(), pool)
+    assert isinstance(holder, ShmHolder)
+    pool.close()
