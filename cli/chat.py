@@ -134,7 +134,6 @@ def _one_line_errors(url: str) -> Iterator[None]:
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = subparsers.add_parser(
         "chat",
-        help="talk to a running cluster",
         description="Talks to a running router: one prompt (an argument or standard input), or a conversation.",
     )
     parser.add_argument("prompt", nargs="?", help="one prompt (default: a conversation, or standard input if piped)")

@@ -143,8 +143,9 @@ class Child:
 
     def obituary(self) -> str:
         """How it ended, with its own reason if it gave one."""
-        how = f"{self.spec.name} (pid {self.pid}) died: {describe_exit(self.exited.result())}"
-        reason = self._error or self._last_line
+        code = self.exited.result()
+        how = f"{self.spec.name} (pid {self.pid}) died: {describe_exit(code)}"
+        reason = self._error or (self._last_line if code > 0 else "")
         return f"{how}: {reason}" if reason else how
 
     def failure(self) -> str:

@@ -86,6 +86,7 @@ class Cluster:
         for child in children:
             if child.alive and child.spec.name not in self.killed:
                 self.killed.append(child.spec.name)
+                self._console.say(f"{child.spec.name} (pid {child.pid}) did not stop: killed")
                 child.signal(signal.SIGKILL)
 
     async def _start(self) -> None:

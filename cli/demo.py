@@ -9,7 +9,6 @@ from typing import Any
 from cli.chat import Answer, ChatClient, Message, show
 from cli.child import Console
 from cli.cluster import run_until_signal
-from cli.model import ensure_demo_model
 from cli.up import ClusterConfig, UpConfig, make_cluster
 from common.config import EngineConfig, RouterConfig, WorkerConfig
 from common.errors import KVRelayError
@@ -108,14 +107,18 @@ async def _run(config: ClusterConfig, max_tokens: int) -> int:
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    text = "a cluster, one short chat, and where its time went"
-    parser = subparsers.add_parser("demo", help=text, description=f"Runs {text}; then stops all that it started.")
+    text = "Runs a cluster and a short chat, tells where its time went, and stops all that it started."
+    parser = subparsers.add_parser("demo", description=text)
     parser.add_argument("--model", help="model directory (default: the demo model, fetched once)")
     parser.add_argument("--max-tokens", type=int, default=96, help="longest answer (default: %(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    model: Any = arguments.model or ensure_demo_model()
+    model: Any = arguments.model
+    if model is None:
+        from cli.model import ensure_demo_model  # imports much that is needed for this alone
+
+        model = ensure_demo_model()
     config = ClusterConfig(
         up=UpConfig(),
         router=RouterConfig(model=str(model), port=0, log_level="warning"),

@@ -131,8 +131,8 @@ def make_cluster(config: ClusterConfig, console: Console) -> Cluster:
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    text = "a cluster on this machine: Redis, workers and the router"
-    parser = subparsers.add_parser("up", help=text, description=f"Runs {text}, until Ctrl-C.")
+    text = "Runs a cluster on this machine until Ctrl-C: Redis, workers and the router."
+    parser = subparsers.add_parser("up", description=text)
     add_arguments(parser, UpConfig, RouterConfig, EngineConfig)
     add_arguments(parser, WorkerConfig, skip=PER_WORKER)
 

@@ -79,13 +79,10 @@ class WorkerConfig:
     port: int = setting(0, "gRPC port (0: any free one)", within=PORTS)
     advertise: str = setting("", "host:port that others reach this worker at (default: what it binds)")
     metrics_port: int = setting(0, "port of /metrics and /health over HTTP (0: any free one)", within=PORTS)
-    worker_id: str = setting("", "name of this worker, unique in its namespace (default: its role and address)")
+    worker_id: str = setting("", "name in logs, metrics and Redis, unique there (default: role and address)")
     transport: str = setting("auto", "ways to move KV, best first, comma-separated (auto: all that can be proven)")
-    worker_id: str = setting("", "name in logs, metrics and Redis (default: role and address)")
-    transport: str = setting("auto", "ways to move KV, best first, such as shm")
-    deadline_scale: float = setting(1.0, "factor on all time-outs; for tests")
     log_level: str = setting("info", "least level logged", choices=("debug", "info", "warning", "error"))
-    deadline_scale: float = setting(1.0, "factor on all deadlines (tests take less)", within=(1e-3, 1e3))
+    deadline_scale: float = setting(1.0, "factor on all time-outs; for tests", within=(1e-3, 1e3))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +96,8 @@ class RouterConfig:
     max_model_len: int | None = setting(
         None, "longest prompt plus output, tokens (default: the model's own)", within=POSITIVE
     )
-    deadline_scale: float = setting(1.0, "factor on all time-outs; for tests")
     log_level: str = setting("info", "least level logged", choices=("debug", "info", "warning", "error"))
-    deadline_scale: float = setting(1.0, "factor on all deadlines (tests take less)", within=(1e-3, 1e3))
+    deadline_scale: float = setting(1.0, "factor on all time-outs; for tests", within=(1e-3, 1e3))
 
 
 Config = TypeVar("Config")

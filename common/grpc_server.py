@@ -17,15 +17,20 @@ Options = Sequence[tuple[str, int]]
 
 def _options(deadlines: Deadlines) -> list[tuple[str, int]]:
     """A peer that hangs is noticed like one that is gone: a ping after suspect_s, given up at dead_s."""
-    patience_s = max(deadlines.dead_s - deadlines.suspect_s, deadlines.heartbeat_s)
+    patience_ms = _milliseconds(max(deadlines.dead_s - deadlines.suspect_s, deadlines.heartbeat_s))
     return [
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.keepalive_time_ms", max(1, round(deadlines.suspect_s * 1000))),
-        ("grpc.keepalive_timeout_ms", max(1, round(patience_s * 1000))),
+        ("grpc.keepalive_time_ms", _milliseconds(deadlines.suspect_s)),
+        ("grpc.keepalive_timeout_ms", patience_ms),
+        ("grpc.http2.ping_timeout_ms", patience_ms),  # a minute by default, whatever the timeout above
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
     ]
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1000))
 
 
 def channel_options(deadlines: Deadlines) -> Options:
@@ -33,7 +38,7 @@ def channel_options(deadlines: Deadlines) -> Options:
     return [
         *_options(deadlines),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.max_reconnect_backoff_ms", max(100, round(deadlines.suspect_s * 1000))),
+        ("grpc.max_reconnect_backoff_ms", max(100, _milliseconds(deadlines.suspect_s))),
         ("grpc.use_local_subchannel_pool", 1),
     ]
 
@@ -58,8 +63,9 @@ class GrpcServer:
 
     def __init__(self, host: str, port: int, deadlines: Deadlines) -> None:
         self.server = grpc.aio.server(options=server_options(deadlines))
-        self.port = port  # after start() the one that is bound
+        self.port = port  # after bind() the one that is bound
         self._host = host
+        self._bound = False
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
 
@@ -68,13 +74,19 @@ class GrpcServer:
         """host:port as bound; to others it may be another."""
         return join_address(self._host, self.port)
 
-    async def start(self) -> None:
-        """Binds and listens, not serving yet. Raises AddressInUse, or ConfigError for an impossible address."""
-        await self.set_serving(False)
+    def bind(self) -> None:
+        """Takes the port; nothing is answered yet. Raises AddressInUse, or ConfigError for an impossible address."""
         try:
             self.port = self.server.add_insecure_port(self.address)
         except RuntimeError as error:
             raise _bind_error(self._host, self.port) from error
+        self._bound = True
+
+    async def start(self) -> None:
+        """Listens, not serving yet; binds before if need be."""
+        if not self._bound:
+            self.bind()
+        await self.set_serving(False)
         await self.server.start()
 
     async def set_serving(self, serving: bool) -> None:

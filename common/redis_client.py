@@ -86,12 +86,12 @@ def _endpoint(redis_url: str) -> str:
         port = parts.port or 6379
     except ValueError:
         raise ConfigError(usage, field="redis_url") from None
+    # A password with /, # or ? in it, not percent-encoded, ends the host early: the rest shows up behind it.
+    if parts.fragment or "@" in parts.path + parts.query:
+        raise ConfigError(usage, field="redis_url")
     if parts.scheme == "unix" and parts.path:
         return f"unix://{parts.path}"
-    # A password with /, # or ? in it, not percent-encoded, ends the host early: the rest shows up behind it.
-    cut = parts.fragment or "@" in parts.path + parts.query
-    database = parts.path.strip("/") or "0"
-    if parts.scheme not in ("redis", "rediss") or cut or not database.isdecimal():
+    if parts.scheme not in ("redis", "rediss") or not (parts.path.strip("/") or "0").isdecimal():
         raise ConfigError(usage, field="redis_url")
     return f"{parts.scheme}://{parts.hostname or 'localhost'}:{port}{parts.path}"
 

@@ -68,8 +68,8 @@ class RelayServer:
     def num_attempts(self) -> int:
         return len(self._attempts)
 
-    async def relay(self, commands: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        """The body of a Relay RPC: commands in, events out, each with the load; a heartbeat when nothing else."""
+    async def Relay(self, commands: AsyncIterator[Any], context: object) -> AsyncIterator[Any]:
+        """The RPC: commands in, events out, each with the load; a heartbeat when there is nothing else."""
         session = Session(self._event_type)
         session.send(welcome=types_pb2.Welcome(epoch=self.epoch, fingerprint=self.fingerprint))
         tasks: set[asyncio.Task[None]] = set()

@@ -1,7 +1,7 @@
 """Step 6 of a request: blocks for it, its KV from the holder, the holder's word, and then its tokens."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from common.convert import load_to_proto, token_to_proto
@@ -55,17 +55,11 @@ class DecodeService:
 
     def register(self) -> None:
         """Adds this service to the gRPC server."""
-        decode_pb2_grpc.add_DecodeServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
+        decode_pb2_grpc.add_DecodeServicer_to_server(self.relay_server, self._server)  # type: ignore[no-untyped-call]
 
     async def close(self) -> None:
         """Lets go of all holders; the streams have ended."""
         await self._reader.close()
-
-    def Relay(
-        self, request_iterator: AsyncIterator[decode_pb2.DecodeCommand], context: object
-    ) -> AsyncIterator[decode_pb2.DecodeEvent]:
-        """The RPC of proto/decode.proto."""
-        return self.relay_server.relay(request_iterator)
 
     async def serve(self, command: decode_pb2.DecodeSubmission, session: Session) -> None:
         """One attempt until its last token; whatever ends it, engine, pool and holder forget it."""

@@ -5,6 +5,7 @@ memory's header. Nothing has a name in a file system, so nothing is left behind 
 """
 
 import asyncio
+import fcntl
 import hmac
 import mmap
 import os
@@ -20,7 +21,7 @@ from kvtransfer.transport import BlockMemory, Offer, Progress, SharedMemory, Tra
 NAME = "shm"
 SLICE_BYTES = 4 * 2**20  # copied between two looks at the stop flag, about 1 ms
 MAX_NONCE_BYTES = 4096
-PARAMS = ("pid", "started", "fd", "size", "nonce_offset", "nonce_bytes", "blocks_offset", "block_bytes", "num_blocks")
+PARAMS = ("pid", "started", "fd", "size", "nonce_bytes", "blocks_offset", "block_bytes", "num_blocks")
 
 
 class ShmHolder:
@@ -29,18 +30,18 @@ class ShmHolder:
     name = NAME
 
     def __init__(self, pool: SharedMemory) -> None:
-        if not isinstance(pool.fd, int) or pool.fd < 0:
+        if pool.fd is None:
             raise TransportUnavailable("the KV pool is not shared memory")
         self._pool = pool
+        self._fd = pool.fd
 
     def offer(self) -> Offer:
         pool, pid = self._pool, os.getpid()
         values = (
             pid,
             _start_time(pid),
-            pool.fd,
-            os.fstat(pool.fd).st_size,
-            pool.nonce_offset,
+            self._fd,
+            os.fstat(self._fd).st_size,
             len(pool.nonce),
             pool.blocks_offset,
             pool.block_bytes,
@@ -64,14 +65,14 @@ class ShmReader:
         values = _integers(offer)
         size, blocks_offset = values["size"], values["blocks_offset"]
         block_bytes, num_blocks = values["block_bytes"], values["num_blocks"]
-        nonce_end = values["nonce_offset"] + values["nonce_bytes"]
-        if not 0 < values["nonce_bytes"] <= MAX_NONCE_BYTES or nonce_end > blocks_offset or not block_bytes:
+        nonce_bytes = values["nonce_bytes"]
+        if not 0 < nonce_bytes <= min(MAX_NONCE_BYTES, blocks_offset) or not block_bytes:
             raise TransportUnavailable("the offer's header makes no sense", field="offer")
         if blocks_offset + num_blocks * block_bytes > size:
             raise TransportUnavailable("the offer names more blocks than bytes", field="offer")
         self._map = _map_memfd(values["pid"], values["started"], values["fd"], size)
         self._blocks_offset, self._block_bytes, self._num_blocks = blocks_offset, block_bytes, num_blocks
-        return self._map[values["nonce_offset"] : nonce_end]
+        return self._map[:nonce_bytes]
 
     async def pull(self, pairs: Sequence[tuple[int, int]], pool: BlockMemory, progress: Progress) -> None:
         if self._map is None:
@@ -162,6 +163,8 @@ def _map_memfd(pid: int, started: int, fd: int, size: int) -> mmap.mmap:
         try:
             if _start_time(pid) != started:  # after open(): it was that process's fd
                 raise TransportUnavailable(f"process {pid} is not the holder any more, or not on this host")
+            if not fcntl.fcntl(own_fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise TransportUnavailable(f"{path} could be cut short, which would kill its readers")
             if os.fstat(own_fd).st_size != size:
                 raise TransportUnavailable(f"{path} has not the {size} bytes of the offer")
             return mmap.mmap(own_fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)

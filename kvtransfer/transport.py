@@ -27,17 +27,15 @@ class BlockMemory(Protocol):
 
 
 class SharedMemory(Protocol):
-    """A pool in a memfd that other processes may map: a header page, then the blocks."""
+    """A pool in a memfd that other processes may map: a header that starts with the nonce, then the blocks."""
 
     @property
-    def fd(self) -> int: ...
+    def fd(self) -> int | None:
+        """None: the pool is this process's own."""
 
     @property
     def nonce(self) -> bytes:
         """Random bytes that only a process with access to the memory can know."""
-
-    @property
-    def nonce_offset(self) -> int: ...
 
     @property
     def blocks_offset(self) -> int: ...

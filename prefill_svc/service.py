@@ -1,7 +1,6 @@
 """Step 4 of a request: the prompt's KV, the first token, and the blocks held for whoever decodes."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from common.convert import load_to_proto, token_to_proto
@@ -62,7 +61,7 @@ class PrefillService:
 
     def register(self) -> None:
         """Adds this service and the holder to the gRPC server."""
-        prefill_pb2_grpc.add_PrefillServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
+        prefill_pb2_grpc.add_PrefillServicer_to_server(self.relay_server, self._server)  # type: ignore[no-untyped-call]
         kv_pb2_grpc.add_KVServicer_to_server(self.holder, self._server)  # type: ignore[no-untyped-call]
 
     async def close(self) -> None:
@@ -70,12 +69,6 @@ class PrefillService:
         self._expiry.cancel()
         await asyncio.gather(self._expiry, return_exceptions=True)
         self.leases.close()
-
-    def Relay(
-        self, request_iterator: AsyncIterator[prefill_pb2.PrefillCommand], context: object
-    ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
-        """The RPC of proto/prefill.proto."""
-        return self.relay_server.relay(request_iterator)
 
     async def serve(self, submission: types_pb2.Submission, session: Session) -> None:
         """One attempt, from its tokens to FirstTokens; whatever ends it, the engine and the pool forget it."""

@@ -1,12 +1,30 @@
 """The router: python -m router."""
 
 import argparse
+import asyncio
+import secrets
 import sys
+import time
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from aiohttp import web
 
 from common.config import RedisConfig, RouterConfig, from_arguments
 from common.deadlines import Deadlines
-from common.role import run_role
+from common.errors import AddressInUse, ConfigError
+from common.grpc_server import join_address
+from common.metrics import RouterMetrics
+from common.model.config import load_config
+from common.redis_client import connect
+from common.registry import Registry
+from common.role import announce_ready, run_role, stop_on_signals
+from router.app import build_app, build_runner
+from router.index import PrefixIndex
+from router.pipeline import Pipeline
+from router.text import TextModel
+from router.workers import Workers
 
 
 async def run(arguments: argparse.Namespace) -> int:
@@ -14,6 +32,46 @@ async def run(arguments: argparse.Namespace) -> int:
     settings = from_arguments(RouterConfig, arguments)
     redis_settings = from_arguments(RedisConfig, arguments)
     deadlines = Deadlines().scaled(settings.deadline_scale)
+    directory = Path(settings.model)
+    longest = load_config(directory).max_position_embeddings
+    max_model_len = settings.max_model_len or longest
+    if max_model_len > longest:
+        raise ConfigError(f"max_model_len is {max_model_len}, the model was made for {longest}", field="max_model_len")
+    text = TextModel.load(directory)
+    name = settings.served_model_name or directory.resolve().name
+    metrics = RouterMetrics(name)
+    namespace = redis_settings.redis_namespace
+    async with AsyncExitStack() as stack:
+        redis = await connect(redis_settings.redis_url, deadlines)
+        stack.push_async_callback(redis.aclose)
+        index = PrefixIndex(redis, namespace, deadlines)
+        registry = Registry(redis, namespace, deadlines)
+        workers = Workers(registry, index, secrets.token_hex(8), deadlines, time.monotonic, metrics)
+        pipeline = Pipeline(workers, text, metrics, deadlines, time.monotonic)
+        stack.push_async_callback(workers.close)
+        stack.push_async_callback(pipeline.close)
+        for task in [asyncio.create_task(workers.run()), asyncio.create_task(index.run())]:
+            stack.callback(task.cancel)
+        app = build_app(
+            pipeline,
+            text,
+            model_name=name,
+            max_model_len=max_model_len,
+            deadlines=deadlines,
+            ready=workers.ready,
+            metrics=metrics,
+        )
+        runner = build_runner(app, deadlines.rpc_s)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        try:
+            await web.TCPSite(runner, settings.host, settings.port).start()
+        except OSError as error:
+            address = join_address(settings.host, settings.port)
+            raise AddressInUse(f"can't listen on {address}: {error.strerror}", field="port") from error
+        stop = stop_on_signals()
+        announce_ready("router", f"http://{join_address(*runner.addresses[0][:2])}")
+        await stop.wait()
     return 0
 
 

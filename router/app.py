@@ -77,14 +77,20 @@ class Api:
 
     def routes(self) -> list[web.RouteDef]:
         return [
-            web.post("/v1/chat/completions", lambda http: self._answer(http, CHAT)),
-            web.post("/v1/completions", lambda http: self._answer(http, COMPLETION)),
+            web.post("/v1/chat/completions", self._chat),
+            web.post("/v1/completions", self._completion),
             web.get("/v1/models", self._models),
             web.get("/v1/models/{model:.+}", self._model),
             web.get("/health", self._health),
             web.get("/ready", self._readiness),
             web.get("/metrics", self._metrics_page),
         ]
+
+    async def _chat(self, http: web.Request) -> web.StreamResponse:
+        return await self._answer(http, CHAT)
+
+    async def _completion(self, http: web.Request) -> web.StreamResponse:
+        return await self._answer(http, COMPLETION)
 
     async def _answer(self, http: web.Request, endpoint: Endpoint) -> web.StreamResponse:
         """Steps 1, 2 and 8 of a request's way; the time limit here is for clients that don't read."""
@@ -99,7 +105,7 @@ class Api:
         except TimeoutError:
             error: KVRelayError = RequestTimeout(f"the request took more than {self._deadlines.request_s:g} s")
         except Exception as caught:
-            error = known_error(caught, http)
+            error = known_error(caught)
         if not events.started:
             raise error
         await events.fail(ErrorBody.of(error).model_dump_json(), self._deadlines.rpc_s)
@@ -130,7 +136,8 @@ class Api:
                         reply.add(*item)
                 return json_reply(reply.whole(with_report), headers=_server_timing(generations))
             async for item in deltas.items(self._deadlines.keepalive_s):
-                await events.start({} if item is None else _server_timing(generations))
+                if not events.started:
+                    await events.start({} if item is None else _server_timing(generations))
                 if item is None:
                     await events.keep_alive()
                 else:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -160,7 +160,8 @@ class WorkerClient:
         """Reads one stream until it ends; whether anything came."""
         stub, command = ROLES[self.record.role]
         self._outgoing.put_nowait(command(hello=types_pb2.Hello(router_id=self._router_id)))
-        call = stub(self._channel).Relay(self._commands(self._outgoing))
+        call = stub(self._channel).Relay()
+        writer = asyncio.create_task(self._write(call, self._outgoing))
         try:
             while True:
                 async with asyncio.timeout(self._deadlines.dead_s):
@@ -172,10 +173,12 @@ class WorkerClient:
                 self._take(event)
         finally:
             call.cancel()
+            writer.cancel()
+            await asyncio.gather(writer, return_exceptions=True)  # what broke it breaks the reading too
 
-    async def _commands(self, outgoing: asyncio.Queue[Any]) -> AsyncIterator[Any]:
+    async def _write(self, call: Any, outgoing: asyncio.Queue[Any]) -> None:
         while True:
-            yield await outgoing.get()
+            await call.write(await outgoing.get())
 
     def _take(self, event: Any) -> None:
         kind = event.WhichOneof("event")

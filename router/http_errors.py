@@ -5,6 +5,7 @@ import math
 import re
 import secrets
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
@@ -16,7 +17,8 @@ from router.replies import ErrorBody, ErrorDetail
 from router.wire import cut
 
 log = get_logger("http")
-REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+USABLE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+request_id: ContextVar[str] = ContextVar("request_id", default="")  # as the client knows it, for its reply and for logs
 RETRY_AFTER_S = 1.0  # of a 503
 CLIENT_LEFT = 499  # nobody gets this status; it is counted
 
@@ -29,7 +31,7 @@ def errors_as_json(metrics: RouterMetrics) -> Middleware:
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("X-Request-Id", "")
-        request["request_id"] = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        request_id.set(given if USABLE_ID.fullmatch(given) else secrets.token_hex(16))
         status = CLIENT_LEFT  # stays, if the handler is cancelled
         try:
             response = await handler(request)
@@ -38,7 +40,7 @@ def errors_as_json(metrics: RouterMetrics) -> Middleware:
             response = _http_error(request, error)
             status = response.status
         except Exception as error:
-            response = _error_reply(known_error(error, request))
+            response = _error_reply(known_error(error))
             status = response.status
         finally:
             resource = request.match_info.route.resource
@@ -48,16 +50,17 @@ def errors_as_json(metrics: RouterMetrics) -> Middleware:
     return middleware
 
 
-async def add_request_id(http: web.Request, response: web.StreamResponse) -> None:
+async def add_request_id(_: web.Request, response: web.StreamResponse) -> None:
     """For app.on_response_prepare, so that streams have it too."""
-    response.headers["X-Request-Id"] = http["request_id"]
+    if name := request_id.get():  # none, where aiohttp refuses a request by itself
+        response.headers["X-Request-Id"] = name
 
 
-def known_error(error: Exception, http: web.Request) -> KVRelayError:
+def known_error(error: Exception) -> KVRelayError:
     """What is no error of ours is a defect: the log has it, the client hears only that it happened."""
     if isinstance(error, KVRelayError):
         return error
-    log_event(log, logging.ERROR, "request failed", request_id=http["request_id"], exc_info=error)
+    log_event(log, logging.ERROR, "request failed", request_id=request_id.get(), exc_info=error)
     return KVRelayError("internal error")
 
 

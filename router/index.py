@@ -167,7 +167,8 @@ class PrefixIndex:
                 await asyncio.sleep(delay)
 
     async def _find_missed(self) -> None:
-        """After an outage: whose stream may have been trimmed beyond what is known here?"""
+        """After an outage: is Redis back, and whose stream has been trimmed beyond what is known here?"""
+        await self._redis.ping()
         views = [view for view in self._views.values() if view.loaded]
         async with self._redis.pipeline(transaction=False) as pipe:
             for view in views:

@@ -5,7 +5,7 @@ Whatever dies, the request is submitted again with all the tokens it has: nothin
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -55,7 +55,7 @@ class Pipeline:
         self._running = 0
         self._background: set[asyncio.Task[None]] = set()
 
-    async def generate(self, generation: Generation) -> AsyncIterator[Delta]:
+    async def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]:
         """The answers' deltas as they come. Closing the iterator frees both workers; raises KVRelayError."""
         run = Run(generation, self._text, self._metrics, self._clock)
         self._count(1)

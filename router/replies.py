@@ -22,9 +22,11 @@ class Usage(BaseModel):
     prompt_tokens_details: CachedTokens
 
     @classmethod
-    def of(cls, reports: Sequence[Report]) -> "Usage":
+    def of(cls, reports: Sequence[Report], completion: int | None = None) -> "Usage":
+        """completion: the answers' tokens so far, where they are not the reports'."""
         prompt = sum(report.prompt_tokens for report in reports)
-        completion = sum(report.completion_tokens for report in reports)
+        if completion is None:
+            completion = sum(report.completion_tokens for report in reports)
         return cls(
             prompt_tokens=prompt,
             completion_tokens=completion,
@@ -85,7 +87,7 @@ class Body(BaseModel):
     object: str
     created: int  # Unix time, seconds
     model: str
-    choices: Sequence[ChatChoice | CompletionChoice]
+    choices: list[ChatChoice] | list[CompletionChoice]
     usage: Usage | None = None
     kvrelay: dict[str, Any] | list[dict[str, Any]] | None = None
 

@@ -69,6 +69,7 @@ class Reply:
         self._with_logprobs = request.params.logprobs is not None
         self._text = text
         self._usage_in_chunks = usage_in_chunks
+        self._sent_tokens = 0
         self._head: dict[str, Any] = {"id": self.PREFIX + request.request_id, "created": created, "model": model_name}
         count = request.n * len(generations)
         self._choices = [Choice(index, text.detokenizer(request.skip_special_tokens)) for index in range(count)]
@@ -84,7 +85,9 @@ class Reply:
 
     def chunks(self, prompt: int, delta: Delta) -> list[str]:
         """A delta as JSON chunks."""
-        usage = {"usage": Usage.of(self._reports)} if self._usage_in_chunks else {}
+        self._sent_tokens += len(delta.tokens)
+        # the report may be ahead of what is sent
+        usage = {"usage": Usage.of(self._reports, self._sent_tokens)} if self._usage_in_chunks else {}
         parts = self._parts(self._choices[prompt * self._n + delta.index], delta)
         return [self._json(self.CHUNK_OBJECT, [part], **usage) for part in parts]
 

@@ -22,19 +22,19 @@ class EventStream:
     def __init__(self, request: web.Request) -> None:
         self._request = request
         self.response = web.StreamResponse(headers=HEADERS)
+        self._blocked = False  # a write has not come to its end
 
     @property
     def started(self) -> bool:
         return self.response.prepared
 
     async def start(self, headers: Mapping[str, str]) -> None:
-        """Sends status and headers, once."""
-        if not self.started:
-            self.response.headers.update(headers)
-            try:
-                await self.response.prepare(self._request)
-            except ConnectionError as error:
-                raise ClientGone from error
+        """Sends status and headers. Raises ClientGone."""
+        self.response.headers.update(headers)
+        try:
+            await self.response.prepare(self._request)
+        except ConnectionError as error:
+            raise ClientGone from error
 
     async def send(self, data: Iterable[str]) -> None:
         """An event for each; none of them has a line break. Waits for a slow client. Raises ClientGone."""
@@ -45,8 +45,10 @@ class EventStream:
         await self._write(": keep-alive\n\n")
 
     async def fail(self, data: str, patience_s: float) -> None:
-        """A last event; a client that does not take it in time is cut off."""
+        """A last event; a client that does not take it in time, or has not taken an earlier one, is cut off."""
         try:
+            if self._blocked:
+                raise ClientGone
             async with asyncio.timeout(patience_s):
                 await self.send([data])
                 await self.response.write_eof()
@@ -57,7 +59,9 @@ class EventStream:
     async def _write(self, text: str) -> None:
         if not text:
             return
+        self._blocked = True
         try:
             await self.response.write(text.encode())
         except ConnectionError as error:
             raise ClientGone from error
+        self._blocked = False

@@ -1,6 +1,7 @@
 """Builders with visible defaults for tests of the engine, and a toy language model over paged KV."""
 
 import hashlib
+import threading
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Sequenced
 from functools import cache
@@ -62,6 +63,18 @@ def scheduler(
 def engine(sched: Scheduler, runner: object = None, clock: Callable[[], float] = lambda: 0.0) -> Engine:
     """An engine over a scheduler; its runner is the toy model unless another is given."""
     return Engine(sched, runner or ToyRunner.of(sched), Sampler(sched.config.eos_token_ids), clock)
+
+
+def waits(one: Engine) -> threading.Event:
+    """Set once an idle step of the engine waits. It has the lock until it does: the next call finds it waiting."""
+    waiting, wait = threading.Event(), one._changed.wait
+
+    def told_wait(timeout: float | None = None) -> bool:
+        waiting.set()
+        return wait(timeout)
+
+    one._changed.wait = told_wait
+    return waiting
 
 
 def assert_all_free(sched: Scheduler) -> None:

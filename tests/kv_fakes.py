@@ -1,6 +1,7 @@
 """Builders for hand-over tests: a pool in a plain memfd, a holder behind real gRPC, a transport with a gate."""
 
 import asyncio
+import fcntl
 import mmap
 import os
 import secrets
@@ -28,16 +29,17 @@ FAST = Deadlines().scaled(0.1)  # lease 3 s, rpc 0.5 s, pull without progress 0.
 class FakePool:
     """A pool in a memfd: a header page with the nonce, then blocks of random bytes."""
 
-    nonce_offset = 64
     blocks_offset = 4096
 
-    def __init__(self, num_blocks: int = 16, block_bytes: int = LAYOUT.block_bytes) -> None:
+    def __init__(self, num_blocks: int = 16, block_bytes: int = LAYOUT.block_bytes, *, sealed: bool = True) -> None:
         self.num_blocks, self.block_bytes = num_blocks, block_bytes
         self.nonce = secrets.token_bytes(32)
-        self.fd = os.memfd_create("kv", os.MFD_CLOEXEC)
+        self.fd = os.memfd_create("kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.fd, self.blocks_offset + num_blocks * block_bytes)
         self._map = mmap.mmap(self.fd, 0)
-        self._map[self.nonce_offset : self.nonce_offset + 32] = self.nonce
+        self._map[:32] = self.nonce
+        if sealed:
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         self.memory = memoryview(self._map)[self.blocks_offset :]
         self.memory[:] = secrets.token_bytes(len(self.memory))
 
@@ -192,7 +194,7 @@ async def running_holder(
 async def until(condition, timeout_s: float = 5.0) -> None:
     """Waits until the condition holds; bounded."""
     async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 (any condition, not only one that sets an event)
+        while not condition():
             await asyncio.sleep(0.005)
 
 

@@ -6,8 +6,10 @@
 import asyncio
 import hashlib
 import json
+import secrets
 import sys
 import time
+from dataclasses import replace
 
 from kv_fakes import FAST, FINGERPRINT, LAYOUT, FakePool
 
@@ -22,9 +24,24 @@ def say(answer: object) -> None:
     print(json.dumps(answer), flush=True)
 
 
-async def main(port: int, epoch: int) -> None:
+def digests(memory: memoryview) -> list[str]:
+    size = LAYOUT.block_bytes
+    return [hashlib.sha256(memory[start : start + size]).hexdigest() for start in range(0, len(memory), size)]
+
+
+def real_pool() -> object:
+    """The engine's own pool, with random bytes in it."""
+    from common.engine.kv_cache import KVPool
+
+    pool = KVPool(LAYOUT, 16, shared=True)
+    pool.memory[:] = secrets.token_bytes(len(pool.memory))
+    return pool
+
+
+async def main(port: int, epoch: int, lease_s: float, kind: str) -> None:
     freed: list[int] = []
-    pool, table = FakePool(), LeaseTable(time.monotonic, FAST, epoch, freed.extend)
+    pool = real_pool() if kind == "real" else FakePool()
+    table = LeaseTable(time.monotonic, replace(FAST, lease_s=lease_s), epoch, freed.extend)
     service = KVHolder(
         table,
         fingerprint=FINGERPRINT,
@@ -36,7 +53,7 @@ async def main(port: int, epoch: int) -> None:
     kv_pb2_grpc.add_KVServicer_to_server(service, server.server)
     await server.start()
     expiring = asyncio.create_task(service.run())
-    say({"port": server.port, "blocks": [hashlib.sha256(block).hexdigest() for block in pool.blocks()]})
+    say({"port": server.port, "blocks": digests(pool.memory)})
     while words := (await asyncio.to_thread(sys.stdin.readline)).split():
         if words[0] == "hold":
             block_ids = [int(word) for word in words[1:]]
@@ -49,4 +66,4 @@ async def main(port: int, epoch: int) -> None:
     await server.stop()
 
 
-asyncio.run(main(int(sys.argv[1]), int(sys.argv[2])))
+asyncio.run(main(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4]))

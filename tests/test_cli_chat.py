@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import os
 import pty
 import signal
@@ -11,61 +10,17 @@ import sys
 
 import pytest
 from aiohttp import web
+from fake_router import DONE, FakeRouter, event, running_router
 
 from cli.chat import REPORT_HEADER, ChatClient, show
 from common.deadlines import Deadlines
 from common.errors import InvalidRequest, KVRelayError, Timeout, Unavailable
 
 
-def event(text: str | None = None, finish_reason: str | None = None, **more) -> bytes:
-    choices = [] if text is None else [{"index": 0, "delta": {"content": text}, "finish_reason": finish_reason}]
-    return b"data: " + json.dumps({"choices": choices, **more}).encode() + b"\n\n"
-
-
-DONE = b"data: [DONE]\n\n"
-
-
-class FakeRouter:
-    """Answers every chat with the bytes in `events`, or echoes the last message when there are none."""
-
-    def __init__(self) -> None:
-        self.events: list[bytes] | None = None
-        self.refusal: web.Response | None = None
-        self.hang = False  # after its events
-        self.closing = asyncio.Event()
-        self.requests: list[dict] = []
-        self.headers: list[dict] = []
-
-    async def models(self, _: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "tiny"}]})
-
-    async def chat(self, request: web.Request) -> web.StreamResponse:
-        self.requests.append(await request.json())
-        self.headers.append(dict(request.headers))
-        if self.refusal is not None:
-            return self.refusal
-        response = web.StreamResponse()
-        await response.prepare(request)
-        echo = event(f"echo {self.requests[-1]['messages'][-1]['content']}", "stop")
-        for data in [echo, DONE] if self.events is None else self.events:
-            await response.write(data)
-        if self.hang:
-            await self.closing.wait()
-        return response
-
-
 @pytest.fixture
 async def router():
-    fake = FakeRouter()
-    app = web.Application()
-    app.add_routes([web.get("/v1/models", fake.models), web.post("/v1/chat/completions", fake.chat)])
-    runner = web.AppRunner(app, shutdown_timeout=0)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    fake.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    yield fake
-    fake.closing.set()
-    await runner.cleanup()
+    async with running_router() as fake:
+        yield fake
 
 
 async def ask(router: FakeRouter, *, url: str = "", deadlines: Deadlines | None = None, **options):

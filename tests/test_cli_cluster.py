@@ -3,13 +3,12 @@
 import asyncio
 import io
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
+from process_tools import is_running, wait_until_ended
 
 from cli.child import ChildSpec, Console
 from cli.cluster import Cluster
@@ -67,21 +66,13 @@ class World:
 
     async def until(self, condition) -> None:
         async with asyncio.timeout(20):
-            while not condition():  # noqa: ASYNC110  (what it waits for is outside this process)
+            while not condition():
                 await asyncio.sleep(0.01)
 
 
 @pytest.fixture
 def world(tmp_path):
     return World(tmp_path)
-
-
-def gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
 
 
 async def test_stages_start_in_order_and_stop_in_reverse(world):
@@ -93,7 +84,7 @@ async def test_stages_start_in_order_and_stop_in_reverse(world):
     assert (started[0], started[-1]) == ("redis", "router")
     assert (ended[0], ended[-1]) == ("router", "redis")
     assert sorted(ended) == sorted(started)
-    assert all(gone(pid) for pid in pids)
+    assert not any(is_running(pid) for pid in pids)
     assert cluster.killed == []
 
 
@@ -163,7 +154,7 @@ async def test_a_cancelled_start_leaves_nothing(world):
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert all(gone(child.pid) for child in cluster.children.values())
+    assert not any(is_running(child.pid) for child in cluster.children.values())
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
@@ -217,7 +208,7 @@ async def test_what_does_not_stop_in_its_grace_is_killed(world):
         pids = [child.pid for child in cluster.children.values()]
     assert cluster.killed == ["prefill-0"]
     assert world.events("end") == ["redis"]
-    assert all(gone(pid) for pid in pids)
+    assert not any(is_running(pid) for pid in pids)
 
 
 async def test_a_cancelled_stop_kills_at_once(world):
@@ -228,7 +219,7 @@ async def test_a_cancelled_stop_kills_at_once(world):
         stopping.cancel()
         with pytest.raises(asyncio.CancelledError):
             await stopping
-        assert all(gone(child.pid) for child in cluster.children.values())
+        assert not any(is_running(child.pid) for child in cluster.children.values())
     assert sorted(cluster.killed) == ["prefill-0", "redis"]
 
 
@@ -262,8 +253,6 @@ asyncio.run(main())
         supervisor.kill()
         supervisor.wait()
         supervisor.stdout.close()
-    deadline = time.monotonic() + 20
-    while not all(gone(pid) for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    for pid in pids:
+        wait_until_ended(pid)
     assert world.events("end") == []

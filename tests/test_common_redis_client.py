@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 from dataclasses import replace
+from pathlib import Path
 from urllib.parse import quote
 
 import pytest
@@ -44,6 +45,14 @@ async def test_unreachable_redis_is_one_line_without_its_password(scheme: str) -
     assert caught.value.field == "redis_url"
 
 
+async def test_missing_unix_socket_is_one_line_without_its_password(tmp_path: Path) -> None:
+    path = tmp_path / "redis.sock"
+    with pytest.raises(RedisUnreachable) as caught:
+        await connect(f"unix://user@{path}?password=s3cret", QUICK)
+    assert f"no usable Redis at unix://{path}: " in caught.value.message
+    assert "s3cret" not in caught.value.message
+
+
 async def test_wrong_password_is_not_shown(own_redis_server: RedisServer) -> None:
     client = await connect(own_redis_server.url, QUICK)
     await client.config_set("requirepass", "the right one")
@@ -67,6 +76,8 @@ async def test_wrong_password_is_not_shown(own_redis_server: RedisServer) -> Non
         "redis://[::1/0",
         "unix://",
         "redis://:s3cret/t@127.0.0.1:6379/0",
+        "unix://:1/s3cret@/tmp/redis.sock",
+        "unix://:1#s3cret@/tmp/redis.sock",
         "redis://:1/s3cret@127.0.0.1:6379/0",
         "redis://:1#s3cret@127.0.0.1:6379/0",
         "redis://:1?s3cret@127.0.0.1:6379/0",

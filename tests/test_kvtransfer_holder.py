@@ -1,4 +1,4 @@
-"""The KV service answers with typed errors, offers nothing to another kind of reader, and lets leases expire on time."""
+"""The KV service answers with typed errors, offers nothing to another kind of reader, and expires leases on time."""
 
 import asyncio
 

@@ -47,12 +47,14 @@ class HolderProcess:
 
 
 @asynccontextmanager
-async def holder_process(*, port: int = 0, epoch: int = EPOCH):
+async def holder_process(*, port: int = 0, epoch: int = EPOCH, lease_s: float = FAST.lease_s, kind: str = "fake"):
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         SCRIPT,
         str(port),
         str(epoch),
+        str(lease_s),
+        kind,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
@@ -84,6 +86,12 @@ async def reader(pool):
     assert (reader.num_claims, reader.num_connections) == (0, 0)
 
 
+def uint8():
+    import torch
+
+    return torch.uint8
+
+
 def digest(block: bytes) -> str:
     return hashlib.sha256(block).hexdigest()
 
@@ -100,11 +108,28 @@ async def test_blocks_arrive_byte_for_byte_and_the_holder_is_free_again(reader, 
         assert await holder.ask("state") == {"held": 0, "held_blocks": 0, "freed": [3, 4, 9] * 2}
 
 
+async def test_the_engines_own_pools_hand_over_byte_for_byte():
+    from common.engine.kv_cache import KVPool  # imports torch
+
+    pool = KVPool(LAYOUT, 16, shared=False)
+    reader = KVReader(pool, LAYOUT, FINGERPRINT, FAST, time.monotonic)
+    size = LAYOUT.block_bytes
+    async with holder_process(kind="real") as holder:
+        async with reader.claimed(await holder.hold()) as claim:
+            assert (await claim.pull(PAIRS)).bytes == 3 * size
+            await claim.release()
+        assert (await holder.ask("state"))["held"] == 0
+        for source, target in PAIRS:
+            assert digest(bytes(pool.blocks[target].view(-1).view(dtype=uint8()).numpy())) == holder.digests[source]
+    await reader.close()
+    pool.close()
+
+
 async def test_a_lease_is_kept_alive_past_its_length(reader, pool):
-    async with holder_process() as holder:
+    async with holder_process(lease_s=0.9) as holder:
         unclaimed = await holder.hold(1, 2)
         async with reader.claimed(await holder.hold()) as claim:
-            await asyncio.sleep(FAST.lease_s * 1.2)
+            await asyncio.sleep(1.4)
             assert (await holder.ask("state"))["freed"] == [1, 2]
             await claim.pull(PAIRS)
             await claim.release()
@@ -197,8 +222,7 @@ async def test_a_cancelled_hand_over_frees_the_holder_at_once(reader):
 
 async def test_the_holder_is_not_asked_for_blocks_that_are_not_the_handles(reader, pool):
     before = pool.blocks()
-    async with holder_process() as holder:
-        async with reader.claimed(await holder.hold()) as claim:
-            with pytest.raises(HandoverError):
-                await claim.pull([(5, 0)])
+    async with holder_process() as holder, reader.claimed(await holder.hold()) as claim:
+        with pytest.raises(HandoverError):
+            await claim.pull([(5, 0)])
     assert pool.blocks() == before

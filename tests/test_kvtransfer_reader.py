@@ -55,7 +55,7 @@ async def test_memory_without_the_right_nonce_is_refused(monkeypatch):
     pool, mapped = FakePool(), memfds_mapped()
     reads = reader(pool)
     async with running_holder() as holder:
-        holder.pool.memory.obj[64] ^= 1
+        holder.pool.memory.obj[31] ^= 1
         with pytest.raises(TransportUnavailable, match="proof is wrong"):
             async with reads.claimed(holder.hold()):
                 pass

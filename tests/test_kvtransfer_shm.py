@@ -143,7 +143,7 @@ async def test_memory_of_another_process_is_read_and_unreachable_once_it_is_kill
         {"block_bytes": str(10**18)},
         {"nonce_bytes": "0"},
         {"nonce_bytes": "4097"},
-        {"nonce_offset": "4090"},
+        {"nonce_bytes": "33", "blocks_offset": "32"},
         {"pid": ""},
         {"pid": "self"},
         {"pid": "-1"},
@@ -168,6 +168,13 @@ async def test_a_missing_parameter_is_named(executor, source, name):
     with pytest.raises(TransportUnavailable) as caught:
         await ShmReader(executor).open(Offer("shm", params))
     assert caught.value.field == f"offer.{name}"
+
+
+async def test_a_memfd_that_could_shrink_under_the_reader_is_refused(executor):
+    pool = FakePool(2, sealed=False)
+    with pytest.raises(TransportUnavailable, match="cut short"):
+        await ShmReader(executor).open(ShmHolder(pool).offer())
+    pool.close()
 
 
 async def test_an_fd_that_is_no_memfd_is_not_even_opened(executor, source, tmp_path):

@@ -380,6 +380,25 @@ async def test_copy_stays_through_an_outage_and_is_right_after_it(
     await redis.aclose()
 
 
+@pytest.mark.parametrize("following", [False, True])
+async def test_outage_is_told_once_though_no_snapshot_is_there(
+    own_redis_server: RedisServer, caplog: pytest.LogCaptureFixture, following: bool
+) -> None:
+    redis = await connect(own_redis_server.url, QUICK)
+    index = an_index(redis)
+    index.follow(RECORD)
+    own_redis_server.stop()
+    async with running(index):
+        await eventually(lambda: index._outage.active)
+        if not following:
+            index.forget(RECORD.worker_id)
+        await asyncio.sleep(6 * QUICK.heartbeat_s)
+        assert lines_of(caplog) == ["redis is gone, going on without"]
+        own_redis_server.start()
+        await eventually(lambda: not index._outage.active)
+    await redis.aclose()
+
+
 async def test_trimmed_beyond_an_absent_router_is_noticed_without_a_new_entry(
     redis: Redis, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

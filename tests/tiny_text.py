@@ -18,6 +18,20 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+TRIMMED = (
+    "{{ bos_token }}{% for message in messages %}\n"
+    "    {% if message.role == 'system' and not loop.first %}{{ raise_exception('system comes first') }}{% endif %}\n"
+    "<|im_start|>{{ message.role }}\n{{ message.content | trim }}<|im_end|>\n"
+    "{% endfor %}\n"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+BARE = "{% for message in messages %}{{ message.content | trim }}{% endfor %}"
+SYSTEM, USER, ASSISTANT = (
+    {"role": "system", "content": "You answer briefly."},
+    {"role": "user", "content": "  What is the capital of France? <think> \n"},
+    {"role": "assistant", "content": 'Über 東京 \N{GRINNING FACE} & <b>Paris</b> "quoted"'},
+)
+CONVERSATIONS = ([USER], [SYSTEM, USER], [SYSTEM, USER, ASSISTANT, USER], [{"role": "user", "content": ""}])
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 1024,
@@ -86,5 +100,24 @@ def model_directory(
     return path
 
 
+def sentencepiece_directory(path: Path) -> Path:
+    return model_directory(
+        path,
+        tokenizer=sentencepiece_like(),
+        chat_template="{{ bos_token }}{% for m in messages %}[INST] {{ m.content | trim }} [/INST]{% endfor %}",
+        tokenizer_config={"eos_token": "</s>", "unk_token": "<unk>"},
+    )
+
+
 def special_token(text: str, **flags: bool) -> AddedToken:
     return AddedToken(text, special=True, **flags)
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def phi_like() -> Tokenizer:
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens([special_token(f"<|{word}|>", rstrip=True) for word in ("user", "assistant", "end")])
+    return tokenizer

@@ -7,12 +7,14 @@ from pathlib import Path
 import torch
 
 from common.config import EngineConfig
+from common.engine.batch import Batch, ScheduledChunk
 from common.engine.block_pool import BlockPool
 from common.engine.engine import Engine
 from common.engine.kv_cache import KVPool
 from common.engine.runner import Runner
 from common.engine.sampler import Sampler
 from common.engine.scheduler import Scheduler, SchedulerConfig
+from common.engine.sequence import SamplingParams, Sequence
 from common.errors import ConfigError
 from common.layout import KVLayout
 from common.model.config import ModelConfig, load_config, load_generation
@@ -62,11 +64,10 @@ def build_engine(
         torch.set_num_threads(settings.threads)
     revision = model_fingerprint(directory)
     decoder = Decoder(model, load_weights(directory, model, dtype, progress=progress), choose_ops())
+    warm_up(decoder, layout, min(config.max_num_batched_tokens, config.max_model_len))
     pool = KVPool(layout, num_blocks, shared=shared_pool)
-    runner = Runner(decoder, pool)
-    runner.warm_up(min(config.max_num_batched_tokens, config.max_model_len))
     blocks = BlockPool(num_blocks, enable_caching=settings.enable_prefix_caching)
-    engine = Engine(Scheduler(config, blocks), runner, Sampler(generation.eos_token_ids), clock)
+    engine = Engine(Scheduler(config, blocks), Runner(decoder, pool), Sampler(generation.eos_token_ids), clock)
     return BuiltEngine(
         engine=engine,
         pool=pool,
@@ -76,6 +77,16 @@ def build_engine(
         model_revision=revision,
         fingerprint=fingerprint(revision, dtype=dtype, kv_dtype=layout.dtype, layout_id=layout.layout_id),
     )
+
+
+def warm_up(decoder: Decoder, layout: KVLayout, num_tokens: int) -> None:
+    """One real step of the largest size, on blocks of its own: the first request should not pay for it."""
+    blocks = tuple(range(-(-num_tokens // layout.block_size)))
+    pool = KVPool(layout, len(blocks), shared=False)
+    tokens = [0] * num_tokens
+    sequence = Sequence("warm-up", tokens, num_tokens, SamplingParams())
+    Runner(decoder, pool).forward(Batch((ScheduledChunk(sequence, 0, tuple(tokens), blocks, samples=True),)))
+    pool.close()
 
 
 def check_limits(

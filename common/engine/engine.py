@@ -39,6 +39,7 @@ class Engine:
         self._clock = clock
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
+        self._woken = False
         self.config = scheduler.config
 
     def check(self, num_tokens: int, num_forks: int) -> None:
@@ -93,8 +94,9 @@ class Engine:
             self._changed.notify()
 
     def wake(self) -> None:
-        """Ends the wait of an idle step()."""
+        """Ends the wait of an idle step(): this one's, or the next one's when none waits now."""
         with self._changed:
+            self._woken = True
             self._changed.notify()
 
     def load(self) -> EngineLoad:
@@ -110,7 +112,9 @@ class Engine:
         with self._changed:
             batch = self._scheduler.schedule()
             if not batch.chunks:
-                self._changed.wait(wait_s)
+                if not self._woken:
+                    self._changed.wait(wait_s)
+                self._woken = False
                 return None
         begin = self._clock()
         for chunk in batch.chunks:

