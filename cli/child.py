@@ -1,6 +1,7 @@
 """One process of a cluster: what it says is shown with its name, its ready line and its end are awaited."""
 
 import asyncio
+import contextlib
 import functools
 import json
 import os
@@ -62,6 +63,10 @@ class Console:
 
     def say(self, text: str) -> None:
         self._write(self._out, text)
+
+    def note(self, text: str) -> None:
+        """Progress, for people alone."""
+        self._write(self._err, text)
 
     def relay(self, name: str, line: str) -> None:
         if not self.muted:
@@ -139,10 +144,13 @@ class Child:
     def signal(self, number: int) -> None:
         """Sends a signal; nothing happens to a process that has ended."""
         if self.alive and self._process.returncode is None:
-            self._process.send_signal(number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)  # not by the process object: that would compete for its exit status
 
     def obituary(self) -> str:
         """How it ended, with its own reason if it gave one."""
+        if self.alive:
+            return f"{self.spec.name} (pid {self.pid}) can't be killed"
         code = self.exited.result()
         how = f"{self.spec.name} (pid {self.pid}) died: {describe_exit(code)}"
         reason = self._error or (self._last_line if code > 0 else "")
@@ -171,6 +179,9 @@ class Child:
                 self._show(line)
             elif (ready := self.spec.parse_ready(line)) is not None:
                 self.ready.set_result(ready)
+                if self._error:  # it was none
+                    self._show(self._error)
+                    self._error = ""
             elif error := ERROR_LINE.fullmatch(line):
                 self._error = error.group(1)  # told by whoever started it
             else:

@@ -26,7 +26,7 @@ class Cluster:
     ) -> None:
         """`grace_s` is each stage's; `restart_backoff_s` is the first and the longest delay, None for no restarts."""
         self.children: dict[str, Child] = {}
-        self.killed: list[str] = []  # did not end by themselves when asked to
+        self.unclean: list[str] = []  # what did not end well when asked to
         self._stages = stages
         self._console = console
         self._startup_s = startup_s
@@ -67,7 +67,11 @@ class Cluster:
         """Ends all, the last stage first; what outlives its grace, or a cancellation of this, is killed."""
         for watcher in self._watchers:
             watcher.cancel()
+        stopped: list[Child] = []
         try:
+            if self._watchers:
+                await asyncio.wait(self._watchers)
+            stopped = [child for child in self._living(*self.children) if child.ready.done()]
             for stage in reversed(self._stages):
                 living = self._living(*(spec.name for spec in stage))
                 for child in living:
@@ -78,15 +82,14 @@ class Cluster:
             everyone = self._living(*self.children)
             self._kill(everyone)
             await _exits(everyone, self._grace_s)
+        self.unclean += [child.obituary() for child in stopped if child.alive or child.exited.result()]
 
     def _living(self, *names: str) -> list[Child]:
         return [child for name in names if (child := self.children.get(name)) is not None and child.alive]
 
     def _kill(self, children: Sequence[Child]) -> None:
         for child in children:
-            if child.alive and child.spec.name not in self.killed:
-                self.killed.append(child.spec.name)
-                self._console.say(f"{child.spec.name} (pid {child.pid}) did not stop: killed")
+            if child.alive:
                 child.signal(signal.SIGKILL)
 
     async def _start(self) -> None:
@@ -100,6 +103,7 @@ class Cluster:
         self._watchers = [asyncio.create_task(self._watch(child)) for child in self.children.values()]
 
     async def _start_stage(self, stage: Sequence[ChildSpec]) -> None:
+        self._console.note(f"starting {', '.join(spec.name for spec in stage)}")
         pending = [await self._spawn(spec) for spec in stage]
         while pending:
             everyone = self.children.values()

@@ -17,6 +17,7 @@ SYSTEM = (
     "You are a friendly physics teacher. You explain things to curious people who are not experts, "
     "in a few short and correct sentences, and you like examples from daily life."
 )
+UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3), ("B", 1))
 QUESTIONS = ("Why is the sky blue?", "And why is it red in the evening?")
 
 
@@ -25,8 +26,10 @@ def seconds(value: float) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.{0 if value >= 0.01 else 1}f} ms"
 
 
-def megabytes(value: float) -> str:
-    return f"{value / 1e6:.2f} MB"
+def size(value: float) -> str:
+    """Bytes, as people read them."""
+    unit, factor = next((unit, factor) for unit, factor in UNITS if value >= factor or factor == 1)
+    return f"{value:.0f} B" if factor == 1 else f"{value / factor:.2f} {unit}"
 
 
 def summary(answer: Answer) -> list[str]:
@@ -47,8 +50,9 @@ def summary(answer: Answer) -> list[str]:
         ),
         (
             "hand-over",
-            f"{megabytes(report['handover_bytes'])} of KV in {seconds(report['handover_s'])} "
-            f"by {report['transport'] or 'nothing'} ({megabytes(rate)}/s)",
+            f"{size(report['handover_bytes'])} of KV in {seconds(report['handover_s'])} "
+            f"by {report['transport'] or 'nothing'} ({size(rate)}/s); "
+            f"KV of {report['decode_cached_tokens']} tokens was there already",
         ),
         (
             "decode",
@@ -100,10 +104,9 @@ async def _run(config: ClusterConfig, max_tokens: int) -> int:
         answers = await _chat(client, console, max_tokens)
         found = problems(answers)
         found += [f"{name} died" for name, child in cluster.children.items() if not child.alive]
-    found += [f"{name} had to be killed" for name in cluster.killed]
-    for problem in found:
+    for problem in [*found, *cluster.unclean]:
         print(f"error: {problem}", file=sys.stderr)
-    return 1 if found else 0
+    return 1 if found or cluster.unclean else 0
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

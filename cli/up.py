@@ -8,7 +8,6 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 
 from cli.child import ChildSpec, Console, Ready
 from cli.cluster import Cluster, run_until_signal
@@ -109,13 +108,14 @@ def plan(config: ClusterConfig) -> Stages:
 
 def check(config: ClusterConfig) -> None:
     """What would fail anyway fails before anything is started. Raises StartupError."""
-    if not Path(config.engine.model).exists():
+    if not os.path.exists(config.engine.model):
         raise ModelError(f"--model: there is no {config.engine.model}", field="model")
     host, port = config.router.host, config.router.port
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
-        raise AddressInUse(f"--port: can't listen on {host}:{port}: {error.strerror}", field="port") from error
+        reason = str(error.strerror or error).partition(" (while ")[0]
+        raise AddressInUse(f"--port: can't listen on {host}:{port}: {reason}", field="port") from error
 
 
 def make_cluster(config: ClusterConfig, console: Console) -> Cluster:
@@ -152,4 +152,6 @@ async def _run(config: ClusterConfig) -> int:
             await cluster.run()
         except asyncio.CancelledError:
             console.say("stopping")  # asked to: no failure
-    return 1 if cluster.killed else 0
+    for line in cluster.unclean:
+        console.say(line)
+    return 1 if cluster.unclean else 0

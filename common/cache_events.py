@@ -20,7 +20,7 @@ from redis.asyncio import Redis
 from common.block_hash import HASH_BYTES
 from common.deadlines import Deadlines
 from common.errors import RedisUnreachable
-from common.redis_client import Outage
+from common.redis_client import Outage, raise_if_cancelled
 
 NUMBER_BYTES = 8
 STORED, REMOVED, RELOAD = b"stored", b"removed", b"reload"
@@ -113,6 +113,7 @@ class CacheEventPublisher:
         """Writes until it is cancelled, whatever happens to Redis."""
         delay = self._flush_s
         while True:
+            raise_if_cancelled()
             try:
                 with self._outage.noticed("cache events"):
                     await self._write()

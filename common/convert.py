@@ -1,7 +1,4 @@
-"""Between wire messages and the engine's dataclasses, one pair of functions a noun.
-
-Numbers with a fraction are 32-bit on the wire, so both pools sample with the same rounded ones.
-"""
+"""Between wire messages and the engine's dataclasses, one pair of functions a noun."""
 
 from common.engine.batch import EngineLoad, Logprob, Sample, TokenOutput
 from common.engine.sequence import FinishReason, SamplingParams, Sequence

@@ -1,7 +1,6 @@
 """What every gRPC server and channel here has in common: limits, keepalive, health and a clean stop."""
 
 import errno
-import os
 import socket
 from collections.abc import Sequence
 
@@ -9,7 +8,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from common.deadlines import Deadlines
-from common.errors import AddressInUse, ConfigError, StartupError
+from common.errors import AddressInUse, ConfigError
 
 MAX_MESSAGE_BYTES = 64 * 2**20  # a submission of a million tokens has 5 MB
 Options = Sequence[tuple[str, int]]
@@ -76,14 +75,15 @@ class GrpcServer:
 
     def bind(self) -> None:
         """Takes the port; nothing is answered yet. Raises AddressInUse, or ConfigError for an impossible address."""
+        _check_bindable(self._host, self.port)
         try:
             self.port = self.server.add_insecure_port(self.address)
-        except RuntimeError as error:
-            raise _bind_error(self._host, self.port) from error
+        except RuntimeError as error:  # another process was quicker than the check
+            raise AddressInUse(f"can't bind {self.address}", field="port") from error
         self._bound = True
 
     async def start(self) -> None:
-        """Listens, not serving yet; binds before if need be."""
+        """Binds, unless that is done, and listens, not serving yet."""
         if not self._bound:
             self.bind()
         await self.set_serving(False)
@@ -108,22 +108,24 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
-def _bind_error(host: str, port: int) -> StartupError:
-    """gRPC only says that it can't bind; a plain socket says why."""
+def _check_bindable(host: str, port: int) -> None:
+    """Tries plain sockets first: gRPC doesn't say what is wrong, and takes a part of a host's addresses for success."""
     address = join_address(host, port)
+    if not 0 <= port < 2**16:
+        raise ConfigError(f"port must be in [0, 65536), got {port}", field="port")
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(
-            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(place)
-            probe.listen(1)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            return AddressInUse(f"{address} is in use by another process", field="port")
-        reason = os.strerror(error.errno) if isinstance(error.errno, int) and error.errno > 0 else str(error)
-        return ConfigError(f"can't bind {address}: {reason}", field="host")
-    except (OverflowError, UnicodeError) as error:
-        return ConfigError(f"can't bind {address}: {error}", field="port")
-    return StartupError(f"gRPC can't bind {address}", field="port")
+        places = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"can't bind {address}: {error}", field="host") from error
+    problems: list[OSError] = []
+    for family, kind, protocol, _, place in places:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(place)
+        except OSError as error:
+            problems.append(error)
+    if any(problem.errno == errno.EADDRINUSE for problem in problems):
+        raise AddressInUse(f"{address} is in use by another process", field="port")
+    if len(problems) == len(places):  # some are normal: localhost may have an IPv6 address that the host lacks
+        raise ConfigError(f"can't bind {address}: {problems[0].strerror}", field="host")

@@ -209,7 +209,10 @@ def metrics_response(registry: CollectorRegistry, accept: str = "") -> web.Respo
 async def serve_worker_http(
     host: str, port: int, registry: CollectorRegistry, health: Callable[[], tuple[bool, str]]
 ) -> web.AppRunner:
-    """Serves /metrics and /health until `runner.cleanup()`; `runner.addresses[0]` is where. Raises AddressInUse."""
+    """Serves /metrics, /health and /ready (of a worker the same) until `runner.cleanup()`. Raises AddressInUse.
+
+    `runner.addresses[0]` is where.
+    """
 
     async def get_metrics(request: web.Request) -> web.Response:
         return metrics_response(registry, request.headers.get("Accept", ""))
@@ -219,7 +222,7 @@ async def serve_worker_http(
         return web.json_response({"healthy": healthy, "reason": reason}, status=200 if healthy else 503)
 
     app = web.Application()
-    app.add_routes([web.get("/metrics", get_metrics), web.get("/health", get_health)])
+    app.add_routes([web.get("/metrics", get_metrics), web.get("/health", get_health), web.get("/ready", get_health)])
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:

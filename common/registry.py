@@ -21,7 +21,7 @@ from redis.asyncio import Redis
 from common.deadlines import Deadlines
 from common.errors import RedisUnreachable
 from common.log import get_logger, log_event
-from common.redis_client import Outage
+from common.redis_client import Outage, raise_if_cancelled
 
 LOGGER = get_logger("registry")
 RECORD_LIFE = 3  # times dead_s
@@ -122,6 +122,7 @@ class Registry:
         """Announces with every heartbeat until it is cancelled, whatever happens to Redis."""
         cleared = False
         while True:
+            raise_if_cancelled()
             with contextlib.suppress(RedisUnreachable):  # logged by the outage; the next heartbeat tries again
                 if not cleared:
                     await self._clear_earlier_lives(record)
@@ -141,6 +142,7 @@ class Registry:
     async def keep_listed(self, seen: Callable[[list[WorkerRecord]], None]) -> None:
         """Calls `seen` with all records, every heartbeat that Redis answers, until it is cancelled."""
         while True:
+            raise_if_cancelled()
             with contextlib.suppress(RedisUnreachable):
                 seen(await self.workers())
             await asyncio.sleep(self._deadlines.heartbeat_s)

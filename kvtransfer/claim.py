@@ -100,13 +100,14 @@ class Claim:
 
     async def renew(self) -> None:
         """Renews once; the first time claims the handle."""
+        asked_at = self._clock()
         try:
             self._lease_s = await self._connection.client.renew(*self._identity)
         except HandoverError as error:  # a refusal: there is nothing to release
             self._answered = True
             self._void = error
             raise
-        self._renewed_at = self._clock()
+        self._renewed_at = asked_at
 
     def keep_renewing(self) -> None:
         """Starts to renew every third of the lease."""

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from common.deadlines import Deadlines
-from common.errors import Draining, TransportUnavailable, WorkerLost
+from common.errors import Draining, HandoverError, TransportUnavailable, WorkerLost
 from common.log import get_logger, log_event
 from kvtransfer.client import HolderClient
 from kvtransfer.transport import Offer, ReaderTransport, Transport
@@ -67,7 +67,7 @@ class Connections:
 
     @asynccontextmanager
     async def use(self, address: str, epoch: int) -> AsyncIterator[Connection]:
-        """A connection for as long as the block lasts. Raises WorkerLost or a HandoverError."""
+        """A connection for as long as the block lasts. Raises HandoverError, also for a holder that is gone."""
         connection = await self._get(address, epoch)
         connection.users += 1
         try:
@@ -100,16 +100,15 @@ class Connections:
             task.add_done_callback(lambda done: self._connected(key, done))
         connection = await asyncio.shield(task)  # it is shared: who waits may be cancelled, it goes on
         if connection.retired:
-            raise WorkerLost(f"holder {address} went away right after the handshake")
+            raise HandoverError(f"holder {address} went away right after the handshake")
         return connection
 
     def _connected(self, key: tuple[str, int], task: asyncio.Task[Connection]) -> None:
-        if task.cancelled() or task.exception() is not None:
+        if _failed(task):
             del self._current[key]
             return
-        for address, epoch in list(self._current):  # earlier lives at this address
-            other = self._current[address, epoch]
-            if address == key[0] and epoch != key[1] and other.done() and not other.exception():
+        for (address, epoch), other in list(self._current.items()):  # earlier lives at this address
+            if address == key[0] and epoch != key[1] and other.done() and not _failed(other):
                 self._retire(other.result())
         connection = task.result()
         connection.watch = asyncio.create_task(self._watch(connection))
@@ -124,7 +123,9 @@ class Connections:
         except BaseException as error:
             await channel.close()
             if isinstance(error, TimeoutError):
-                raise WorkerLost(f"holder {address}: no handshake in {self._deadlines.connect_s:g} s") from error
+                raise HandoverError(f"holder {address}: no handshake in {self._deadlines.connect_s:g} s") from error
+            if isinstance(error, WorkerLost):
+                raise HandoverError(error.message) from error
             raise
         log_event(log, logging.INFO, "holder connected", holder=address, epoch=epoch, transport=name)
         return Connection(address, epoch, channel, client, name, transport)
@@ -179,6 +180,10 @@ class Connections:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return task
+
+
+def _failed(task: asyncio.Task[Connection]) -> bool:
+    return task.cancelled() or task.exception() is not None
 
 
 async def _close(connection: Connection) -> None:

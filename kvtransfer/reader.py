@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import grpc
 
 from common.deadlines import Deadlines
-from common.errors import FingerprintMismatch
+from common.errors import FingerprintMismatch, HandoverError, WorkerLost
 from common.grpc_server import open_channel
 from common.layout import KVLayout
 from kvtransfer.claim import Claim, Clock, Sleep
@@ -62,7 +62,10 @@ class KVReader:
 
     @asynccontextmanager
     async def claimed(self, handle: KVHandle) -> AsyncIterator[Claim]:
-        """Claims the handle and renews its lease until the block ends. Raises HandoverError or WorkerLost."""
+        """Claims the handle and renews its lease until the block ends.
+
+        Raises HandoverError, also for a holder that is gone.
+        """
         for name, theirs, ours in (
             ("fingerprint", handle.fingerprint, self._fingerprint),
             ("layout_id", handle.layout_id, self._layout_id),
@@ -73,7 +76,10 @@ class KVReader:
             claim = Claim(handle, connection, self._pool, self._deadlines, self._clock, self._sleep)
             self.num_claims += 1
             try:
-                await claim.renew()
+                try:
+                    await claim.renew()
+                except WorkerLost as error:  # the holder, not the worker that reads
+                    raise HandoverError(error.message) from error
                 claim.keep_renewing()
                 yield claim
             finally:

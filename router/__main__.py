@@ -16,7 +16,7 @@ from common.deadlines import Deadlines
 from common.errors import AddressInUse, ConfigError
 from common.grpc_server import join_address
 from common.metrics import RouterMetrics
-from common.model.config import load_config
+from common.model.config import load_config, model_name
 from common.redis_client import connect
 from common.registry import Registry
 from common.role import announce_ready, run_role, stop_on_signals
@@ -38,7 +38,7 @@ async def run(arguments: argparse.Namespace) -> int:
     if max_model_len > longest:
         raise ConfigError(f"max_model_len is {max_model_len}, the model was made for {longest}", field="max_model_len")
     text = TextModel.load(directory)
-    name = settings.served_model_name or directory.resolve().name
+    name = settings.served_model_name or model_name(directory)
     metrics = RouterMetrics(name)
     namespace = redis_settings.redis_namespace
     async with AsyncExitStack() as stack:
@@ -70,6 +70,7 @@ async def run(arguments: argparse.Namespace) -> int:
             address = join_address(settings.host, settings.port)
             raise AddressInUse(f"can't listen on {address}: {error.strerror}", field="port") from error
         stop = stop_on_signals()
+        await workers.settle()
         announce_ready("router", f"http://{join_address(*runner.addresses[0][:2])}")
         await stop.wait()
     return 0

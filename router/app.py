@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from aiohttp import web
 
@@ -16,7 +16,7 @@ from common.deadlines import Deadlines
 from common.errors import InvalidRequest, KVRelayError, ModelNotFound, RequestTimeout
 from common.metrics import RouterMetrics, metrics_response
 from router.generation import Delta, Generation, GenerationRequest
-from router.http_errors import add_request_id, errors_as_json, json_reply, known_error
+from router.http_errors import CLIENT_LEFT, add_request_id, errors_as_json, json_reply, known_error
 from router.merge import MergedDeltas
 from router.openai import ChatRequest, CompletionRequest, Request
 from router.params import RequestBuilder
@@ -42,11 +42,12 @@ class Endpoint:
     """One of the two ways to ask for text."""
 
     request: type[Request]
-    reply: type[Reply]
+    build: Callable[[RequestBuilder, Any], list[GenerationRequest]]  # takes what `request` has parsed
+    reply: type[Reply[Any]]
 
 
-CHAT = Endpoint(ChatRequest, ChatReply)
-COMPLETION = Endpoint(CompletionRequest, CompletionReply)
+CHAT = Endpoint(ChatRequest, RequestBuilder.chat, ChatReply)
+COMPLETION = Endpoint(CompletionRequest, RequestBuilder.completion, CompletionReply)
 
 
 class Api:
@@ -101,7 +102,7 @@ class Api:
         except web.HTTPException:
             raise
         except ClientGone:
-            return events.response
+            return events.response if events.started else web.Response(status=CLIENT_LEFT)
         except TimeoutError:
             error: KVRelayError = RequestTimeout(f"the request took more than {self._deadlines.request_s:g} s")
         except Exception as caught:
@@ -150,10 +151,7 @@ class Api:
         """Everything that depends on the request alone; may run in any thread."""
         request = parse(endpoint.request, body)
         self._check_model(request.model)
-        if isinstance(request, ChatRequest):
-            return request, self._builder.chat(request)
-        assert isinstance(request, CompletionRequest)
-        return request, self._builder.completion(request)
+        return request, endpoint.build(self._builder, request)
 
     def _check_model(self, name: str) -> None:
         if name != self._model_name:

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from common.errors import KVRelayError, Overloaded, Unavailable
+from common.errors import KVRelayError, Overloaded
 from common.log import get_logger, log_event
 from common.metrics import RouterMetrics
 from router.replies import ErrorBody, ErrorDetail
@@ -71,7 +71,7 @@ def json_reply(text: str, status: int = 200, headers: dict[str, str] | None = No
 
 def _error_reply(error: KVRelayError) -> web.Response:
     headers = {}
-    if isinstance(error, (Overloaded, Unavailable)):
+    if error.http_status in (429, 503):
         wait_s = error.retry_after_s if isinstance(error, Overloaded) else RETRY_AFTER_S
         headers["Retry-After"] = str(max(1, math.ceil(wait_s)))
     return json_reply(ErrorBody.of(error).model_dump_json(), error.http_status, headers)

@@ -30,7 +30,7 @@ from common.cache_events import (
 from common.deadlines import Deadlines
 from common.errors import RedisUnreachable
 from common.log import get_logger, log_event
-from common.redis_client import Outage
+from common.redis_client import Outage, raise_if_cancelled
 from common.registry import WorkerRecord
 
 LOGGER = get_logger("index")
@@ -155,6 +155,7 @@ class PrefixIndex:
         """Follows until it is cancelled, whatever happens to Redis."""
         delay = FIRST_DELAY_S
         while True:
+            raise_if_cancelled()
             try:
                 with self._outage.noticed("prefix index"):
                     if delay > FIRST_DELAY_S:

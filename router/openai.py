@@ -96,7 +96,10 @@ class StreamOptions(Wire):
 
 
 class Request(Wire):
-    """What both endpoints take. None: the model's or the endpoint's default."""
+    """What both endpoints take. None: the model's or the endpoint's default.
+
+    HARMLESS are the fields that OpenAI's clients add and that change no answer here.
+    """
 
     HARMLESS = frozenset(
         ("metadata", "store", "service_tier", "user", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")

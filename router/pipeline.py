@@ -70,9 +70,9 @@ class Pipeline:
                 yield item
             self._report(run)
         finally:
+            self._count(-1)
             driver.cancel()
             await asyncio.gather(driver, return_exceptions=True)
-            self._count(-1)
 
     async def close(self) -> None:
         """Waits for releases that are still on their way; each has its deadline."""
@@ -95,7 +95,8 @@ class Pipeline:
         while answers:
             tries += 1
             try:
-                return await self._attempt(run, answers)
+                await self._attempt(run, answers)
+                return
             except KVRelayError as error:
                 if not error.resumable or tries == MAX_ATTEMPTS:
                     raise
@@ -104,8 +105,8 @@ class Pipeline:
                 log_event(log, logging.WARNING, "resuming", request=request, code=error.code, reason=reason)
             answers = [answer for answer in answers if not answer.finished]
             if len(answers) > 1 and any(answer.output_ids for answer in answers):
-                return await _all(self._answer(run, [answer], tries) for answer in answers)
-        return None
+                await _all(self._answer(run, [answer], tries) for answer in answers)
+                return
 
     async def _attempt(self, run: Run, answers: list[Answer]) -> None:
         """Prefill, hand-over, decode; or decode alone where there is no prefill pool."""
@@ -118,7 +119,8 @@ class Pipeline:
         run.report.router_queue_s += run.elapsed_s() - before
         picked = self._workers.pick_prefill(tokens, salt)
         if picked is None:
-            return await self._decode(run, answers, number, None)
+            await self._decode(run, answers, number, None)
+            return
         client, expectation = picked
         try:
             first = await self._prefill(run, answers, number, client)
@@ -130,7 +132,7 @@ class Pipeline:
         if not first.HasField("handle"):
             if live:
                 raise HandoverError("the prefill worker sent tokens without their KV")
-            return None
+            return
         async with self._held(client, KVHandle.from_proto(first.handle)) as held:
             if live:
                 await self._decode(run, live, number, held)

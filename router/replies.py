@@ -1,7 +1,7 @@
 """Wire models of the OpenAI API's replies, whole and in chunks."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel
 
@@ -80,14 +80,17 @@ class CompletionChoice(BaseModel):
     stop_reason: str | int | None = None
 
 
-class Body(BaseModel):
+ChoiceType = TypeVar("ChoiceType", ChatChoice, CompletionChoice)
+
+
+class Body(BaseModel, Generic[ChoiceType]):
     """A reply or a chunk of one. `kvrelay` is what the request took, for whoever asks with X-KVRelay-Report."""
 
     id: str
     object: str
     created: int  # Unix time, seconds
     model: str
-    choices: list[ChatChoice] | list[CompletionChoice]
+    choices: list[ChoiceType]
     usage: Usage | None = None
     kvrelay: dict[str, Any] | list[dict[str, Any]] | None = None
 

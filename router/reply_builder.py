@@ -1,8 +1,9 @@
 """Builds replies out of deltas, whole or in chunks. Chunks joined are the whole."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic
 
 from router.generation import Delta, Generation, TokenText
 from router.replies import (
@@ -10,6 +11,7 @@ from router.replies import (
     ChatChoice,
     ChatLogprobs,
     ChatMessage,
+    ChoiceType,
     CompletionChoice,
     CompletionLogprobs,
     TokenLogprob,
@@ -28,7 +30,7 @@ class Choice:
     def __init__(self, index: int, detokenizer: Detokenizer) -> None:
         self.index = index
         self.started = False
-        self.text = ""
+        self.texts: list[str] = []
         self.tokens: list[TokenText] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
@@ -36,7 +38,7 @@ class Choice:
         self._offset = 0
 
     def add(self, delta: Delta) -> None:
-        self.text += delta.text
+        self.texts.append(delta.text)
         self.tokens.extend(delta.tokens)
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
@@ -47,9 +49,10 @@ class Choice:
         return offset
 
 
-class Reply:
+class Reply(ABC, Generic[ChoiceType]):
     """The answers to one HTTP request, in one of the API's two shapes. Answer k of prompt p has index p * n + k."""
 
+    BODY: ClassVar[type[Body[Any]]]
     PREFIX: ClassVar[str]
     OBJECT: ClassVar[str]
     CHUNK_OBJECT: ClassVar[str]
@@ -99,21 +102,22 @@ class Reply:
         reports = [asdict(report) for report in self._reports]
         return {"kvrelay": reports[0] if len(reports) == 1 else reports} if wanted else {}
 
-    def _json(self, kind: str, choices: Sequence[ChatChoice | CompletionChoice], **more: Any) -> str:
-        body = Body(object=kind, choices=choices, **self._head, **more)
+    def _json(self, kind: str, choices: list[ChoiceType], **more: Any) -> str:
+        body = self.BODY(object=kind, choices=choices, **self._head, **more)
         return body.model_dump_json(exclude_unset=True)
 
-    def _whole_choice(self, choice: Choice) -> ChatChoice | CompletionChoice:
-        raise NotImplementedError
+    @abstractmethod
+    def _whole_choice(self, choice: Choice) -> ChoiceType: ...
 
-    def _parts(self, choice: Choice, delta: Delta) -> Sequence[ChatChoice | CompletionChoice]:
-        raise NotImplementedError
+    @abstractmethod
+    def _parts(self, choice: Choice, delta: Delta) -> list[ChoiceType]: ...
 
     def _token_text(self, token_id: int) -> str:
         return self._text.token_bytes(token_id).decode("utf-8", "replace")
 
 
-class ChatReply(Reply):
+class ChatReply(Reply[ChatChoice]):
+    BODY = Body[ChatChoice]
     PREFIX = "chatcmpl-"
     OBJECT = "chat.completion"
     CHUNK_OBJECT = "chat.completion.chunk"
@@ -121,7 +125,7 @@ class ChatReply(Reply):
     def _whole_choice(self, choice: Choice) -> ChatChoice:
         return ChatChoice(
             index=choice.index,
-            message=ChatMessage(role="assistant", content=choice.text),
+            message=ChatMessage(role="assistant", content="".join(choice.texts)),
             logprobs=self._logprobs(choice.tokens),
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
@@ -159,14 +163,15 @@ class ChatReply(Reply):
         return TopLogprob(token=self._token_text(token_id), logprob=_finite(logprob), bytes=data)
 
 
-class CompletionReply(Reply):
+class CompletionReply(Reply[CompletionChoice]):
+    BODY = Body[CompletionChoice]
     PREFIX = "cmpl-"
     OBJECT = CHUNK_OBJECT = "text_completion"
 
     def _whole_choice(self, choice: Choice) -> CompletionChoice:
         return CompletionChoice(
             index=choice.index,
-            text=choice.text,
+            text="".join(choice.texts),
             logprobs=self._logprobs(choice, choice.tokens),
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,

@@ -55,7 +55,8 @@ class TextModel:
         self._byte_level = (tokenizer_data["decoder"] or {}).get("type") == "ByteLevel"
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = {token_id for token_id, token in added.items() if token.special}
-        self._bos_id = self._tokenizer.token_to_id(self.special_tokens.get("bos_token", ""))
+        bos_id = self._tokenizer.token_to_id(self.special_tokens.get("bos_token", ""))
+        self._added_bos = bos_id if self._tokenizer.encode("").ids[:1] == [bos_id] else None
         self._longest_token = max(map(len, self._tokenizer.get_vocab()))
         self._bytes: dict[int, bytes] = {}  # token id → bytes, as they come up; no more than the vocabulary
 
@@ -97,7 +98,7 @@ class TextModel:
         """Token ids of a prompt that the client has put together; special tokens in it count, a BOS once."""
         self._check_length(text, limit, "prompt")
         ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=True)[0].ids
-        return ids[1:] if self._bos_id is not None and ids[:2] == [self._bos_id] * 2 else ids
+        return ids[1:] if self._added_bos is not None and ids[:2] == [self._added_bos] * 2 else ids
 
     def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
         """For one answer."""

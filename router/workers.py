@@ -38,12 +38,21 @@ class Workers:
         self._metrics = metrics
         self._clients: dict[str, WorkerClient] = {}
         self._changed = asyncio.Event()
+        self._listed = False  # the registry has been read
         self._turn = itertools.count()
         self._closing: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Follows the registry until cancelled."""
         await self._registry.keep_listed(self._see)
+
+    async def settle(self) -> None:
+        """Waits until the workers that are listed at the start are connected, at most connect_s."""
+        deadline = self._clock() + self._deadlines.connect_s
+        while not self._listed or not all(client.connected for client in self._clients.values()):
+            if (left := deadline - self._clock()) <= 0:
+                return
+            await self.change(left)
 
     async def close(self) -> None:
         for client in list(self._clients.values()):
@@ -158,6 +167,8 @@ class Workers:
             )
             self._index.follow(record)
         self._count()
+        self._listed = True
+        self._changed.set()
 
     def _drop(self, client: WorkerClient) -> None:
         del self._clients[client.record.worker_id]

@@ -42,5 +42,7 @@ class FakePipeline:
                     case _:
                         await asyncio.sleep(step)
         finally:
-            await asyncio.sleep(0)  # the real one takes a moment, too
-            self.running.discard(request.request_id)
+            try:
+                await asyncio.sleep(0)  # the real one takes a moment, too
+            finally:
+                self.running.discard(request.request_id)

@@ -25,7 +25,7 @@ def on_term(*_):
     if not options.get("stubborn"):
         time.sleep(options.get("drain", 0))
         told("end")
-        os._exit(0)
+        os._exit(options.get("status", 0))
 signal.signal(signal.SIGTERM, on_term)
 told("start")
 print(options.get("noise", "") + "x" * options.get("long", 0), file=sys.stderr, flush=True)
@@ -85,7 +85,7 @@ async def test_stages_start_in_order_and_stop_in_reverse(world):
     assert (ended[0], ended[-1]) == ("router", "redis")
     assert sorted(ended) == sorted(started)
     assert not any(is_running(pid) for pid in pids)
-    assert cluster.killed == []
+    assert cluster.unclean == []
 
 
 async def test_each_process_is_announced_in_one_line_with_pid_and_address(world):
@@ -99,7 +99,8 @@ async def test_each_process_is_announced_in_one_line_with_pid_and_address(world)
 async def test_all_output_of_a_process_is_shown_with_its_name(world):
     async with world.cluster([world.spec("prefill-0", noise="one\ntwo\r", long=200_000, later="three\n\xff")]):
         await world.until(lambda: "\xff" in world.err.getvalue())
-    lines = world.err.getvalue().splitlines()
+    first, *lines = world.err.getvalue().splitlines()
+    assert first == "starting prefill-0"
     assert all(line.startswith("prefill-0  | ") for line in lines)
     texts = [line.removeprefix("prefill-0  | ") for line in lines]
     assert {"one", "two", "three", "\xff"} <= set(texts)
@@ -114,6 +115,12 @@ async def test_a_failed_start_is_one_line_and_stops_the_others(world):
     assert caught.value.message == "prefill-0: no model here"
     assert "no model here" not in world.err.getvalue()
     assert "redis" in world.events("end")
+
+
+async def test_what_only_looks_like_a_failure_is_shown_in_the_end(world):
+    async with world.cluster([world.spec("prefill-0", noise="error: not so bad")]):
+        pass
+    assert "prefill-0  | not so bad\n" in world.err.getvalue()
 
 
 async def test_an_end_without_a_reason_tells_status_and_last_line(world):
@@ -206,9 +213,16 @@ async def test_a_restart_that_fails_is_tried_again(world):
 async def test_what_does_not_stop_in_its_grace_is_killed(world):
     async with world.cluster([world.spec("redis")], [world.spec("prefill-0", stubborn=True)], grace_s=0.3) as cluster:
         pids = [child.pid for child in cluster.children.values()]
-    assert cluster.killed == ["prefill-0"]
+    assert cluster.unclean == [f"prefill-0 (pid {pids[1]}) died: killed by SIGKILL"]
     assert world.events("end") == ["redis"]
     assert not any(is_running(pid) for pid in pids)
+
+
+async def test_what_stops_with_a_failure_is_told(world):
+    async with world.cluster([world.spec("prefill-0", status=3, later="it burns")]) as cluster:
+        await world.until(lambda: "it burns" in world.err.getvalue())
+        pid = cluster.children["prefill-0"].pid
+    assert cluster.unclean == [f"prefill-0 (pid {pid}) died: exit status 3: it burns"]
 
 
 async def test_a_cancelled_stop_kills_at_once(world):
@@ -220,7 +234,7 @@ async def test_a_cancelled_stop_kills_at_once(world):
         with pytest.raises(asyncio.CancelledError):
             await stopping
         assert not any(is_running(child.pid) for child in cluster.children.values())
-    assert sorted(cluster.killed) == ["prefill-0", "redis"]
+    assert world.events("end") == []
 
 
 async def test_a_console_that_nobody_reads_ends_the_run(world):

@@ -26,6 +26,7 @@ REPORT = Report(
     handover_bytes=2_000_000,
     transport="shm",
     decode_queue_s=0.003,
+    decode_cached_tokens=48,
     first_token_s=0.3,
     last_token_s=1.3,
 )
@@ -39,7 +40,7 @@ def turn(text: str = "Blue light scatters.", **changes) -> list[bytes]:
     return [event(text, "stop"), event(kvrelay=report(**changes)), DONE]
 
 
-async def run_demo(monkeypatch, *turns: list[bytes], alive: bool = True, killed: tuple[str, ...] = ()) -> int:
+async def run_demo(monkeypatch, *turns: list[bytes], alive: bool = True, unclean: tuple[str, ...] = ()) -> int:
     """The demo's own run, against a router that answers so."""
     async with running_router() as router:
         router.turns = list(turns)
@@ -47,7 +48,7 @@ async def run_demo(monkeypatch, *turns: list[bytes], alive: bool = True, killed:
         @asynccontextmanager
         async def make_cluster(config, console):
             children = {"prefill-0": SimpleNamespace(alive=alive)}
-            yield SimpleNamespace(address=lambda name: router.url, children=children, killed=killed)
+            yield SimpleNamespace(address=lambda name: router.url, children=children, unclean=unclean)
 
         monkeypatch.setattr(demo, "make_cluster", make_cluster)
         config = ClusterConfig(UpConfig(), RouterConfig(model="m"), EngineConfig(model="m"), WorkerConfig())
@@ -70,7 +71,7 @@ async def test_two_turns_are_streamed_and_summed_up(monkeypatch, capsys):
         "TPOT         100 ms",
         "0 of the 70 prompt tokens were cached",
         "64 of the 70 prompt tokens were cached",
-        "2.00 MB of KV in 2.0 ms by shm (1000.00 MB/s)",
+        "2.00 MB of KV in 2.0 ms by shm (1.00 GB/s); KV of 48 tokens was there already",
         "by prefill-0: queued for 2.0 ms, computed in 250 ms",
         "by decode-0: queued for 3.0 ms, 10 tokens in 1.00 s",
     ):
@@ -94,7 +95,10 @@ async def test_what_did_not_happen_is_an_error(monkeypatch, capsys, first, secon
 
 @pytest.mark.parametrize(
     ("state", "problem"),
-    [({"alive": False}, "prefill-0 died"), ({"killed": ("router",)}, "router had to be killed")],
+    [
+        ({"alive": False}, "prefill-0 died"),
+        ({"unclean": ("router died: exit status 1",)}, "router died: exit status 1"),
+    ],
 )
 async def test_a_process_that_ends_badly_is_an_error(monkeypatch, capsys, state, problem):
     assert await run_demo(monkeypatch, turn(), turn(cached_tokens=64), **state) == 1
@@ -123,3 +127,10 @@ def test_a_summary_survives_what_is_missing(changes, text):
 )
 def test_seconds_are_shown_in_a_readable_unit(value, text):
     assert demo.seconds(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (1_474_560, "1.47 MB"), (5.85e9, "5.85 GB")]
+)
+def test_sizes_are_shown_in_a_readable_unit(value, text):
+    assert demo.size(value) == text

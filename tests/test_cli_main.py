@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -32,6 +34,11 @@ def test_the_version_is_printed(capsys):
         main(["--version"])
     assert caught.value.code == 0
     assert capsys.readouterr().out == f"kvrelay {VERSION}\n"
+
+
+def test_the_version_is_that_of_the_package():
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    assert project["version"] == VERSION
 
 
 @pytest.mark.parametrize("argv", [[], ["nothing"], ["--unknown"], ["chat", "--unknown"], ["up"]])

@@ -130,6 +130,13 @@ def test_an_occupied_port_is_refused_before_anything_starts(tmp_path):
             check(replace(config(), engine=EngineConfig(model=str(tmp_path)), router=router))
 
 
+@pytest.mark.parametrize("host", ["1.2.3.4", "no.such.host.invalid"])
+def test_a_host_that_is_not_here_is_refused_in_one_line(host, tmp_path):
+    router = RouterConfig(model="m", host=host, port=0)
+    with pytest.raises(AddressInUse, match=rf"^--port: can't listen on {host}:0: [A-Z][a-z ]+$"):
+        check(replace(config(), engine=EngineConfig(model=str(tmp_path)), router=router))
+
+
 @pytest.mark.parametrize(
     "flags", [["--decode", "0"], ["--prefill", "-1"], ["--port", "70000"], ["--max-num-seqs", "0"], ["--threads=0"]]
 )
@@ -247,7 +254,7 @@ def test_what_had_to_be_killed_shows_in_the_exit_status(up):
     cluster = up("--shutdown-timeout", "1", decode={"drain": 60})
     cluster.until("ready")
     cluster.process.send_signal(signal.SIGTERM)
-    cluster.until(f"decode-0 (pid {cluster.pids['decode-0']}) did not stop: killed")
+    cluster.until(f"decode-0 (pid {cluster.pids['decode-0']}) died: killed by SIGKILL")
     assert cluster.end()[0] == 1
     assert cluster.nothing_is_left()
 

@@ -347,6 +347,21 @@ async def test_close_without_redis_is_quiet(own_redis_server: RedisServer) -> No
     await redis.aclose()
 
 
+async def test_cancellation_at_any_moment_ends_it(redis: Redis) -> None:
+    """Also when a command of redis-py swallows it, which happens in one of ten on Python 3.11."""
+    rng, cache = random.Random(0), Cache()
+    for epoch in range(100):
+        publisher = a_publisher(redis, cache, epoch, flush_s=0.0)
+        task = asyncio.create_task(publisher.run())
+        for _ in range(rng.randint(0, 60)):
+            publisher.record(*cache.step(rng))
+            await asyncio.sleep(0)
+        task.cancel()
+        done, _ = await asyncio.wait([task], timeout=20)
+        assert done
+        assert task.cancelled()
+
+
 @pytest.mark.parametrize(("size", "start"), [(15, 0), (17, 0), (7, 8), (23, 8), (25, 8)])
 def test_broken_hashes_are_refused(size: int, start: int) -> None:
     with pytest.raises(ValueError, match=f"{size} bytes"):

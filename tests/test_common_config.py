@@ -161,6 +161,20 @@ def test_configs_may_share_a_field_and_the_first_gives_the_default():
     assert from_arguments(RedisConfig, arguments) == RedisConfig()
 
 
+def test_fields_may_be_skipped_and_then_have_their_defaults():
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_arguments(parser, WorkerConfig, skip=("host", "port"), environ={"KVRELAY_PORT": "no number"})
+    arguments = parser.parse_args(["--worker-id", "w"])
+    assert "host" not in arguments
+    assert from_arguments(WorkerConfig, arguments, skip=("host", "port")) == WorkerConfig(worker_id="w")
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "1e9"])
+def test_a_deadline_factor_is_a_sensible_number(text):
+    with pytest.raises(ConfigError, match="--deadline-scale must be between"):
+        from_arguments(WorkerConfig, parse(f"--deadline-scale={text}", configs=[WorkerConfig]))
+
+
 ENGINE = EngineConfig(model="m")
 
 

@@ -40,6 +40,18 @@ async def test_any_free_port_is_bound_and_told(server):
     assert server.address == f"127.0.0.1:{server.port}"
 
 
+async def test_a_server_may_bind_before_it_starts():
+    server = GrpcServer("127.0.0.1", 0, FAST)
+    server.bind()
+    port = server.port
+    assert port > 0
+    await server.start()
+    assert server.port == port
+    async with open_channel(server.address, FAST) as channel:
+        assert await health(channel) == NOT_SERVING
+    await server.stop()
+
+
 async def test_health_is_not_serving_until_told_and_again_when_told(server):
     async with open_channel(server.address, FAST) as channel:
         assert await health(channel) == NOT_SERVING
@@ -60,6 +72,18 @@ async def test_a_port_in_use_is_refused_whoever_has_it(server):
             await second.stop()
 
 
+async def test_a_port_in_use_on_one_address_of_a_host_is_refused(monkeypatch):
+    def two_addresses(host, port, **_):
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, port)) for ip in ("127.0.0.2", "127.0.0.1")]
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        server = GrpcServer("localhost", other.getsockname()[1], FAST)
+        monkeypatch.setattr(socket, "getaddrinfo", two_addresses)
+        with pytest.raises(AddressInUse):
+            await server.start()
+    await server.stop()
+
+
 async def test_a_port_is_free_again_after_stop():
     first = GrpcServer("127.0.0.1", 0, FAST)
     await first.start()
@@ -72,7 +96,15 @@ async def test_a_port_is_free_again_after_stop():
 
 @pytest.mark.parametrize(
     ("host", "port"),
-    [("no-such-host.invalid", 0), ("203.0.113.1", 0), ("127.0.0.1", 65536), ("127.0.0.1", -1), ("not a host", 1)],
+    [
+        ("no-such-host.invalid", 0),
+        ("203.0.113.1", 0),
+        ("127.0.0.1", 65536),
+        ("127.0.0.1", -1),
+        ("not a host", 1),
+        ("", -5),
+        ("a" * 70, 1),
+    ],
 )
 async def test_an_impossible_address_is_a_config_error(host, port):
     server = GrpcServer(host, port, FAST)
@@ -117,7 +149,8 @@ async def test_a_peer_that_accepts_and_then_hangs_is_noticed():
         writer.close()
 
     listener = await asyncio.start_server(peer, "127.0.0.1", 0)
-    async with listener, open_channel("127.0.0.1:%d" % listener.sockets[0].getsockname()[1], FAST) as channel:
+    port = listener.sockets[0].getsockname()[1]
+    async with listener, open_channel(f"127.0.0.1:{port}", FAST) as channel:
         channel.get_state(try_to_connect=True)
         await asyncio.wait_for(channel.channel_ready(), 5)
         assert hung.is_set()

@@ -202,12 +202,14 @@ async def test_metrics_and_health_are_served():
             wanted = {"Accept": "application/openmetrics-text; version=1.0.0"}
             async with session.get("/metrics", headers=wanted) as response:
                 assert "kvrelay:kv_leases" in {f.name for f in openmetrics_families(await response.text())}
-            async with session.get("/health") as response:
-                assert response.status == 200
-            state = (False, "no step for 12 s")
-            async with session.get("/health") as response:
-                assert response.status == 503
-                assert await response.json() == {"healthy": False, "reason": "no step for 12 s"}
+            for path in ("/health", "/ready"):
+                state = (True, "")
+                async with session.get(path) as response:
+                    assert response.status == 200
+                state = (False, "no step for 12 s")
+                async with session.get(path) as response:
+                    assert response.status == 503
+                    assert await response.json() == {"healthy": False, "reason": "no step for 12 s"}
     finally:
         await runner.cleanup()
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import socket
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
@@ -14,7 +15,7 @@ from redis.exceptions import ConnectionError, RedisError
 from redis_tools import QUICK, lines_of
 
 from common.errors import ConfigError, RedisUnreachable, StartupError
-from common.redis_client import Outage, connect
+from common.redis_client import Outage, connect, raise_if_cancelled
 from common.redis_server import RedisServer
 
 pytest_plugins = ("redis_fixture",)
@@ -167,6 +168,23 @@ def test_outage_is_logged_once_when_it_begins_and_once_when_it_ends(caplog: pyte
     work("two")
     assert not outage.active
     assert lines_of(caplog) == ["redis is gone, going on without", "redis is back"]
+
+
+async def test_loop_ends_though_its_command_swallows_the_cancellation() -> None:
+    started = asyncio.Event()
+
+    async def loop() -> None:
+        while True:
+            raise_if_cancelled()
+            started.set()
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+
+    task = asyncio.create_task(loop())
+    await started.wait()
+    task.cancel()
+    await asyncio.wait([task], timeout=20)
+    assert task.cancelled()
 
 
 def test_outage_lets_other_errors_through() -> None:

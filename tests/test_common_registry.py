@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, replace
@@ -165,7 +166,7 @@ async def test_goodbye_stays_said_while_the_worker_drains(redis: Redis) -> None:
     [a_record(epoch=1, address="elsewhere:1"), a_record(epoch=1, worker_id="other"), a_record(epoch=1)],
     ids=["same worker", "same address", "both"],
 )
-async def test_start_clears_records_of_earlier_life_s_and_no_others(redis: Redis, earlier: WorkerRecord) -> None:
+async def test_start_clears_records_of_earlier_lives_and_no_others(redis: Redis, earlier: WorkerRecord) -> None:
     registry = a_registry(redis)
     neighbour = a_record(worker_id="neighbour", address="elsewhere:2", epoch=2)
     await registry.announce(earlier)
@@ -239,3 +240,17 @@ async def test_listing_goes_on_after_an_outage_and_never_lists_nothing_for_it(ow
     assert seen[-1] == []  # what that means is the router's to decide: nothing
     task.cancel()
     await redis.aclose()
+
+
+@pytest.mark.parametrize("loop", ["announced", "listed"])
+async def test_cancellation_at_any_moment_ends_the_loop(redis: Redis, loop: str) -> None:
+    registry, rng = a_registry(redis, heartbeat_s=0.0), random.Random(0)
+    for _ in range(50):
+        run = registry.keep_announced(a_record()) if loop == "announced" else registry.keep_listed(lambda _: None)
+        task = asyncio.create_task(run)
+        for _ in range(rng.randint(0, 60)):
+            await asyncio.sleep(0)
+        task.cancel()
+        done, _ = await asyncio.wait([task], timeout=20)
+        assert done
+        assert task.cancelled()

@@ -14,7 +14,7 @@ from common.engine.sampler import Sampler, adjust, distribution, draw, uniform
 from common.engine.sequence import SamplingParams, Sequence, fork_seed
 
 torch.set_num_threads(1)
-SETTINGS = settings(max_examples=150, deadline=None)
+SETTINGS = settings(max_examples=250, deadline=None)
 PEAKED = [0.5, 2.0, -1.0, 3.25, 0.0, 1.5, -4.0, 2.0]  # 8 tokens; 1 and 7 tie
 TOP_OF_ROUND = 1 - 2.0**-53  # the largest number that uniform() gives
 
@@ -124,6 +124,7 @@ def test_truncated_distributions_are_those_of_plain_python(logits, values):
 
 
 EQUAL = [1.0, 1.0, 1.0, 1.0]
+TENTHS = [math.log(tenths) for tenths in (4, 3, 2, 1)]
 
 
 @pytest.mark.parametrize(
@@ -143,6 +144,10 @@ EQUAL = [1.0, 1.0, 1.0, 1.0]
         ([2.0, 1.0, 1.0, 0.0], {"min_p": 0.3}, {0, 1, 2}),  # 1/e = 0.37 of the highest
         ([-math.inf, 1.0, -math.inf, 0.0], {"top_k": 3}, {1, 3}),
         ([-math.inf, 1.0, -math.inf, 0.0], {"top_p": 0.9999}, {1, 3}),
+        (TENTHS, {"top_k": 3, "top_p": 0.75}, {0, 1}),  # 0.75 of the 0.9 that is left
+        (TENTHS, {"min_p": 0.4, "top_p": 0.75}, {0, 1}),
+        (TENTHS, {"top_p": 0.75}, {0, 1, 2}),
+        (TENTHS, {"top_k": 3, "min_p": 0.7}, {0, 1}),
         ([2.0, 1.0, 1.0, 0.0], {"top_k": 1, "temperature": 1e4}, {0}),
         ([2.0, 1.0, 1.0, 0.0], {"temperature": 1e-5}, {0}),
         (EQUAL, {"top_k": 2, "top_p": 0.5, "min_p": 0.5}, {0, 1}),

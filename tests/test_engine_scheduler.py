@@ -170,6 +170,32 @@ def test_short_gaps_go_first_and_prompts_take_the_rest_of_the_budget():
     assert [(c.sequence.key, len(c.token_ids)) for c in batch.chunks] == [("1", 1), ("2", 1), ("long", 6)]
 
 
+def test_an_older_prompt_does_not_hold_up_a_newer_short_gap():
+    stepper = Stepper(scheduler())
+    stepper.scheduler.add(sequence(24, key="long", max_tokens=1))
+    stepper.step()
+    stepper.scheduler.admit(stepper.scheduler.reserve([sequence([], output=[1], key="pulled", max_tokens=2)]))
+    batch, _ = stepper.step()
+    assert [(c.sequence.key, len(c.token_ids)) for c in batch.chunks] == [("pulled", 1), ("long", 7)]
+    stepper.run()
+    assert_all_free(stepper.scheduler)
+
+
+def test_a_preempted_sequence_comes_back_before_anyone_new():
+    stepper = Stepper(scheduler(num_blocks=4, max_model_len=16))
+    for n in (1, 2):
+        stepper.scheduler.add(sequence([n, n, n], key=str(n), max_tokens=9))
+    while not stepper.scheduler.num_preemptions:
+        stepper.step()
+        assert stepper.scheduler.running
+    stepper.scheduler.add(sequence([3], key="3", max_tokens=1))
+    served: list[str] = []
+    for _ in range(20):
+        served += [chunk.sequence.key for chunk in stepper.step()[0].chunks]
+    assert served.index("2") < served.index("3")
+    assert_all_free(stepper.scheduler)
+
+
 def test_a_prompt_gets_a_token_a_step_beside_as_many_running_sequences_as_fit():
     stepper = Stepper(scheduler(max_num_batched_tokens=4, max_num_seqs=4, max_model_len=16))
     for n in (1, 2, 3):
@@ -334,7 +360,7 @@ def test_a_prefilled_sequence_is_parked_with_all_its_blocks():
     stepper.scheduler.add(one)
     outputs = stepper.run()
     ((parked, blocks),) = outputs[-1].parked
-    assert parked is one
+    assert (parked, one.block_ids) == (one, [])  # they are the receiver's now
     assert stepper.runner.read(blocks, 10).tolist() == kv_of(tuple(one.token_ids)).tolist()
     assert [(t.fork, t.index, t.sample.token_id) for t in outputs[-1].tokens] == [
         (fork, 0, alone(one, fork)[0]) for fork in (0, 1)
@@ -342,6 +368,20 @@ def test_a_prefilled_sequence_is_parked_with_all_its_blocks():
     assert [stepper.scheduler.pool.references(block) for block in blocks] == [1] * 3
     stepper.scheduler.pool.free(blocks)
     assert_all_free(stepper.scheduler)
+
+
+def test_a_prefilled_sequence_is_parked_for_the_forks_that_go_on():
+    first, second = (alone(sequence(10, temperature=1.0), fork)[0] for fork in (0, 1))
+    assert first != second
+    for stop, reasons in ((first, [FinishReason.STOP, None]), (second, [None, FinishReason.STOP])):
+        stepper = Stepper(scheduler())
+        one = sequence(10, forks=(0, 1), prefill_only=True, temperature=1.0, stop_token_ids=(stop,))
+        stepper.scheduler.add(one)
+        outputs = stepper.run()
+        assert [t.finish_reason for t in outputs[-1].tokens] == reasons
+        ((_, blocks),) = outputs[-1].parked
+        stepper.scheduler.pool.free(blocks)
+        assert_all_free(stepper.scheduler)
 
 
 def test_a_prefilled_sequence_without_a_live_fork_holds_nothing():
@@ -478,12 +518,12 @@ def test_what_ends_a_sequence(written, values, end):
 
 def test_a_failed_step_ends_its_sequences_and_only_them():
     stepper = Stepper(scheduler(max_num_batched_tokens=4))
-    for key, count in (("a", 4), ("b", 2)):
-        stepper.scheduler.add(sequence(tokens(count, seed=count), key=key, forks=(0, 1) if key == "a" else (0,)))
+    stepper.scheduler.add(sequence(3, key="a", forks=(0, 1)))
+    stepper.scheduler.add(sequence([1, 2], key="b"))
     stepper.step()
     failing = stepper.scheduler.schedule()
     assert {c.sequence.key for c in failing.chunks} == {"a", "b"}
-    assert failing.copies == ()
+    assert failing.copies
     waiting = sequence([1, 2], key="c")
     stepper.scheduler.add(waiting)
     error = EngineFailure("broken")

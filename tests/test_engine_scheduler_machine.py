@@ -285,6 +285,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len(chunk.block_ids) == -(-end // SIZE)
             if one in self.added:  # its first service
                 assert one is self.added.pop(0), "first come, first served"
+                assert all(other in self.added for other in self.scheduler.waiting), "the preempted come back first"
                 assert chunk.start % SIZE == 0
                 assert one.num_cached_tokens == chunk.start
         came_in = [one for one in chunked if one in waiting]

@@ -239,10 +239,14 @@ async def test_renewals_that_fail_for_a_lease_make_the_claim_void_even_if_the_ho
         running_reader(sleep=sleep, clock=clock, deadlines=deadlines) as (reader, _),
         reader.claimed(holder.hold()) as claim,
     ):
+        for renewals in (2, 3, 4):  # a whole lease of successes before the first failure
+            turn.release()
+            await until(lambda count=renewals: holder.service.calls["Renew"] == count)
+            await asyncio.sleep(0.02)
         holder.service.hanging.add("Renew")
         for failures in (1, 2):
             turn.release()
-            await until(lambda count=failures: holder.service.calls["Renew"] == 1 + count)
+            await until(lambda count=failures: holder.service.calls["Renew"] == 4 + count)
             await asyncio.sleep(0.1)
             await claim.pull([(3, 0)])  # the holder still has the last word
         turn.release()
@@ -346,7 +350,7 @@ async def test_a_holder_that_is_gone_at_release_makes_the_copy_void(reader):
 
 async def test_a_claim_whose_answer_is_lost_is_given_up(holder, reader):
     holder.service.hanging.add("Renew")
-    with pytest.raises(WorkerLost):
+    with pytest.raises(HandoverError, match="Renew failed"):
         async with reader.claimed(holder.hold()):
             pass
     await until(lambda: holder.freed == [3, 4, 9])

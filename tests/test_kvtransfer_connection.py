@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from kv_fakes import EPOCH, FAST, FINGERPRINT, LAYOUT, GateHolder, gate_transport, memfds_mapped, running_holder, until
 
-from common.errors import Draining, EpochMismatch, FingerprintMismatch, TransportUnavailable, WorkerLost
+from common.errors import Draining, EpochMismatch, FingerprintMismatch, HandoverError, TransportUnavailable
 from common.grpc_server import open_channel
 from kvtransfer import shm
 from kvtransfer.connection import Connections
@@ -113,14 +113,14 @@ async def test_the_readers_order_decides_and_what_cannot_be_proven_is_passed_ove
             assert log == [*expected, "close"]
 
 
-async def test_nobody_there_is_a_lost_worker_and_so_is_a_handshake_that_hangs(pool):
-    with pytest.raises(WorkerLost):
+async def test_nobody_there_is_a_handover_error_and_so_is_a_handshake_that_hangs(pool):
+    with pytest.raises(HandoverError):
         async with pool.use("127.0.0.1:1", EPOCH):
             pass
     async with running_holder() as holder:
         for call in ("Connect", "Prove"):
             holder.service.hanging = {call}
-            with pytest.raises(WorkerLost):
+            with pytest.raises(HandoverError):
                 async with pool.use(holder.server.address, EPOCH):
                     pass
     assert pool.num_open == 0
@@ -158,7 +158,7 @@ async def test_a_new_epoch_at_the_address_drops_the_old_connection(pool):
         async with pool.use(holder.server.address, EPOCH) as old:
             pass
     async with running_holder(epoch=EPOCH + 1, port=port) as holder:
-        with pytest.raises((EpochMismatch, WorkerLost)):  # the old life is over
+        with pytest.raises(HandoverError):  # the old life is over
             await ask_old(holder)
         async with pool.use(holder.server.address, EPOCH + 1) as new:
             assert await new.client.connect(EPOCH + 1, FINGERPRINT, LAYOUT.layout_id)

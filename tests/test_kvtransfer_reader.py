@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from kv_fakes import EPOCH, FAST, FINGERPRINT, LAYOUT, FakePool, ManualClock, memfds_mapped, running_holder, until
 
-from common.errors import EpochMismatch, FingerprintMismatch, TransportUnavailable, WorkerLost
+from common.errors import EpochMismatch, FingerprintMismatch, HandoverError, TransportUnavailable
 from kvtransfer import shm
 from kvtransfer.reader import KVReader
 
@@ -31,7 +31,7 @@ def reader(pool: FakePool, **changes) -> KVReader:
             "layout_id",
         ),
         ({}, {"epoch": EPOCH + 1}, EpochMismatch, "epoch"),
-        ({}, {"address": "127.0.0.1:1"}, WorkerLost, None),
+        ({}, {"address": "127.0.0.1:1"}, HandoverError, None),
     ],
 )
 async def test_a_mismatch_is_refused_before_a_byte_and_nothing_is_left(reader_side, handle_side, error, field):

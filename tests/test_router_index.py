@@ -428,3 +428,18 @@ async def test_index_without_workers_waits_quietly(redis: Redis) -> None:
         index.follow(RECORD)
         await write_snapshot(redis, 1, [1])
         await knows(index, [1])
+
+
+async def test_cancellation_at_any_moment_ends_it(redis: Redis) -> None:
+    rng = random.Random(0)
+    await write_snapshot(redis, 1, [1])
+    for _ in range(50):
+        index = an_index(redis)
+        index.follow(RECORD)
+        task = asyncio.create_task(index.run())
+        for _ in range(rng.randint(0, 60)):
+            await asyncio.sleep(0)
+        task.cancel()
+        done, _ = await asyncio.wait([task], timeout=20)
+        assert done
+        assert task.cancelled()

@@ -6,16 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_text import (
-    BARE,
-    CHATML,
-    SPECIAL,
-    TRIMMED,
-    byte_level,
-    model_directory,
-    phi_like,
-    user,
-)
+from tiny_text import BARE, CHATML, SPECIAL, TRIMMED, byte_level, model_directory, phi_like, user
 from tokenizers import Tokenizer
 
 from router.text import TextModel

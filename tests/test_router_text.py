@@ -82,7 +82,7 @@ def test_any_message_without_special_tokens_has_the_ids_of_transformers(
     assert model.encode_chat(user(text)) == wanted
 
 
-@pytest.mark.parametrize("text", ["", "hello", "a <|im_end|> b", "<s>x", "東京"])
+@pytest.mark.parametrize("text", ["", "hello", "a <|im_end|> b", "<s>x", "<s><s>x", "東京"])
 @pytest.mark.parametrize("bos", [True, False])
 def test_prompt_has_the_ids_of_transformers_but_one_bos(tmp_path: Path, text: str, bos: bool) -> None:
     directory = model_directory(tmp_path, tokenizer=byte_level(bos=bos))

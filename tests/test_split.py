@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 import torch
 from checkpoints import make_random_checkpoint
 from local_cluster import LocalCluster, local_cluster
@@ -34,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_random_checkpoint(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module", params=["split", "unsplit"])
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["split", "unsplit"])
 async def cluster(
     request: pytest.FixtureRequest, model: Path, redis_server: RedisServer
 ) -> AsyncIterator[LocalCluster]:
@@ -42,7 +43,7 @@ async def cluster(
         yield cluster
 
 
-@pytest.fixture(autouse=True)
+@pytest_asyncio.fixture(autouse=True, loop_scope="module")
 async def all_free(cluster: LocalCluster) -> AsyncIterator[None]:
     yield
     await cluster.assert_all_free()

@@ -17,7 +17,7 @@ from common.engine.scheduler import Scheduler, SchedulerConfig
 from common.engine.sequence import SamplingParams, Sequence
 from common.errors import ConfigError
 from common.layout import KVLayout
-from common.model.config import ModelConfig, load_config, load_generation
+from common.model.config import ModelConfig, load_config, load_generation, model_name
 from common.model.decoder import Decoder
 from common.model.fingerprint import fingerprint, model_fingerprint
 from common.model.weights import load_weights
@@ -73,7 +73,7 @@ def build_engine(
         pool=pool,
         model=model,
         layout=layout,
-        name=directory.resolve().name,
+        name=model_name(directory),
         model_revision=revision,
         fingerprint=fingerprint(revision, dtype=dtype, kv_dtype=layout.dtype, layout_id=layout.layout_id),
     )

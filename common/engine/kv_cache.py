@@ -45,12 +45,12 @@ class KVPool:
                 field="kv_cache_memory",
             )
         try:
-            self._map, self.blocks_offset = self._shared(size) if shared else self._anonymous(size)
-            _prefault(self._map, self.blocks_offset, size)
+            mapping, self.blocks_offset = self._shared(size) if shared else self._anonymous(size)
+            _prefault(mapping, self.blocks_offset, size)
         except (OSError, OverflowError, ValueError) as error:
             self._close_fd()
             raise StartupError(f"no memory for a KV pool of {size} bytes: {error}", field="kv_cache_memory") from error
-        self.memory = memoryview(self._map)[self.blocks_offset : self.blocks_offset + size]
+        self.memory = memoryview(mapping)[self.blocks_offset : self.blocks_offset + size]
         dtype: torch.dtype = getattr(torch, layout.dtype)
         self.blocks = torch.frombuffer(self.memory, dtype=dtype).view(num_blocks, *layout.shape)
 
@@ -82,7 +82,6 @@ class KVPool:
         """Lets go of the memory, which is unmapped with the last tensor or view of it. May be called twice."""
         self.blocks = torch.empty(0)
         self.memory = memoryview(b"")
-        self._map = None
         self._close_fd()
 
     def _close_fd(self) -> None:

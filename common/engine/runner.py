@@ -1,5 +1,6 @@
 """Runs one batch through the model: tokens and blocks in, logits out."""
 
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -7,7 +8,7 @@ import torch
 from common.block_hash import BLOCK_SIZE
 from common.engine.batch import Batch, ScheduledChunk
 from common.engine.kv_cache import KVPool
-from common.engine.sequence import Sequence
+from common.engine.sequence import SamplingParams, Sequence
 from common.model.decoder import Decoder
 from common.ops import StepInput
 
@@ -28,6 +29,19 @@ class Runner:
         self._clear_fresh_blocks(batch)
         return self._decoder.forward(step_input(batch), self._pool.blocks)
 
+    def warm_up(self, num_tokens: int) -> None:
+        """A prompt of num_tokens and a decode step, over a small pool of its own: reads the weights, starts threads."""
+        blocks = tuple(range(num_tokens // BLOCK_SIZE + 1))
+        pool = KVPool(self._pool.layout, len(blocks), shared=False)
+        sequence = Sequence("warm-up", [0] * (num_tokens + 1), num_tokens, SamplingParams())
+        prompt = ScheduledChunk(sequence, 0, (0,) * num_tokens, blocks, samples=True)
+        try:
+            runner = Runner(self._decoder, pool)
+            runner.forward(Batch((prompt,)))
+            runner.forward(Batch((replace(prompt, start=num_tokens, token_ids=(0,)),)))
+        finally:
+            pool.close()
+
     def _clear_fresh_blocks(self, batch: Batch) -> None:
         """What lies behind a sequence's last token in a block must be finite: it meets a probability of 0.
 
@@ -47,6 +61,7 @@ def step_input(batch: Batch) -> StepInput:
     token_blocks = [
         chunk.block_ids[(chunk.start + i) // BLOCK_SIZE] for chunk in chunks for i in range(len(chunk.token_ids))
     ]
+    sampled = [end - 1 for end, chunk in zip(row_starts[1:], chunks, strict=True) if chunk.samples]
     longest = max(len(chunk.block_ids) for chunk in chunks)
     tables = [chunk.block_ids + chunk.block_ids[:1] * (longest - len(chunk.block_ids)) for chunk in chunks]
     return StepInput(
@@ -56,5 +71,5 @@ def step_input(batch: Batch) -> StepInput:
         row_starts=row_starts,
         contexts=tuple(chunk.start + len(chunk.token_ids) for chunk in chunks),
         block_tables=torch.tensor(tables),
-        sample_rows=torch.tensor([end - 1 for end, chunk in zip(row_starts[1:], chunks, strict=True) if chunk.samples], dtype=torch.int64),
+        sample_rows=torch.tensor(sampled, dtype=torch.int64),
     )

@@ -1,4 +1,4 @@
-"""Reading safetensors headers: where each tensor lies, checked against the file before anything is mapped; no torch.
+"""Reading safetensors headers: where each tensor lies, checked before anything is mapped; needs no torch.
 
 The format is 8 bytes of header length (little-endian), a JSON header, and the tensors' bytes
 (https://huggingface.co/docs/safetensors, "Format").
@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from common.errors import ModelError
 from common.model.config import JsonFile
@@ -111,7 +111,7 @@ def _by_offset(tensor: TensorInfo) -> tuple[int, int]:
     return tensor.offset, tensor.num_bytes
 
 
-def _is_sizes(value: Any) -> bool:
+def _is_sizes(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
 
 
@@ -123,7 +123,7 @@ def _tensor(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
         raise ModelError(f"{path}: tensor {name} needs a dtype, a shape and two data_offsets", field="model")
     begin, end = offsets
     if dtype in _ITEM_BYTES and math.prod(shape) * _ITEM_BYTES[dtype] != end - begin:
-        raise ModelError(f"{path}: tensor {name} of {shape} {dtype} does not fit its {end - begin} bytes", field="model")
+        raise ModelError(f"{path}: tensor {name} of {shape} {dtype} is not {end - begin} bytes", field="model")
     return TensorInfo(name, path, dtype, tuple(shape), data_start + begin, end - begin)
 
 

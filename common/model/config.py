@@ -51,6 +51,11 @@ class GenerationDefaults:
     repetition_penalty: float | None = None
 
 
+def model_name(directory: Path) -> str:
+    """What a model is called in the API and in metrics, unless it is given another name."""
+    return directory.resolve().name
+
+
 class JsonFile:
     """A JSON object whose keys are checked as they are read; errors name the key and the file."""
 
@@ -83,8 +88,8 @@ class JsonFile:
         if value is None:
             return None
         if kind is float and type(value) is int and abs(value) < 2**53:
-            value = float(value)
-        if type(value) is not kind or (kind is float and not math.isfinite(value)):
+            return kind(value)
+        if type(value) is not kind or (type(value) is float and not math.isfinite(value)):
             raise self.error(key, f"must be {_NAMES[kind]}, got {_short(value)}")
         return value
 

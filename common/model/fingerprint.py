@@ -1,4 +1,4 @@
-"""What has to be equal before two workers exchange KV: the model's bytes and the way the cache is laid out; no torch."""
+"""What must be equal before two workers exchange KV: the model and the layout of the cache; needs no torch."""
 
 import hashlib
 import json

@@ -10,6 +10,7 @@ files, the fused matrix is a view of the mapping. Where they are not, and where 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -66,9 +67,8 @@ def load_weights(
     norm = loader.load("model.norm.weight")
     head = embedding if config.tie_word_embeddings else loader.load(_HEAD)
     if config.tie_word_embeddings and _HEAD in tensors and not torch.equal(loader.load(_HEAD), embedding):
-        raise ModelError(
-            f"{tensors[_HEAD].path}: tensor {_HEAD} is not the embedding, but tie_word_embeddings is true", field="model"
-        )
+        path = tensors[_HEAD].path
+        raise ModelError(f"{path}: {_HEAD} is not the embedding, but tie_word_embeddings is true", field="model")
     return ModelWeights(embedding, tuple(layers), norm, head)
 
 
@@ -134,8 +134,7 @@ class _Loader:
         parts = [self._tensors[name] for name in names]
         rows = sum(part.shape[0] for part in parts)
         neighbours = all(
-            (a.path, a.dtype, a.offset + a.num_bytes) == (b.path, b.dtype, b.offset)
-            for a, b in zip(parts, parts[1:], strict=False)
+            (a.path, a.dtype, a.offset + a.num_bytes) == (b.path, b.dtype, b.offset) for a, b in pairwise(parts)
         )
         if neighbours:
             result = self._view(parts[0], (rows, *parts[0].shape[1:])).to(self._dtype)

@@ -9,10 +9,11 @@ from common.block_hash import BLOCK_SIZE
 from common.model.config import ModelConfig
 from common.ops.table import StepInput
 
-MIN_ROWS = 16  # of a float32 matrix product: below, torch takes other kernels, which add up in other orders
+MIN_ROWS = 16  # of a float32 matrix product: with fewer, torch's libraries add up in other orders
+MIN_ROWS_HALF = 2  # the same in bfloat16 and float16, where only a single row has a kernel of its own
 KEY_CHUNK = 128  # keys; a multiple of BLOCK_SIZE. Another size gives other bits.
 QUERY_TILE = 128  # of a prompt's tokens taken at once, so that their scores stay in the L2 cache
-GROUP_BYTES = 2**20  # of float32 keys gathered at once in a decode step, for the same reason
+GROUP_BYTES = 2 * 2**20  # of float32 keys gathered at once in a decode step: few calls, and still in a cache
 
 
 @dataclass(frozen=True, slots=True)

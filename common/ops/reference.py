@@ -2,8 +2,8 @@
 
 A row's answer must not depend, bit for bit, on the rows beside it. Torch promises no such thing, so this holds to what
 gives the same bits however many rows there are (the tests check it on the machine at hand): matrix products of at
-least 16 rows (in bfloat16 of any number), torch.exp, and reductions along the last dimension. Not among them are
-F.silu in float32, torch.exp2, and scaled_dot_product_attention.
+least 16 rows (2 in bfloat16), torch.exp, and reductions along the last dimension. Not among them are F.silu in
+float32, torch.exp2, and scaled_dot_product_attention.
 
 Attention has one order for a decode step and for any part of a prompt. Keys are taken in chunks of KEY_CHUNK, counted
 from position 0; the last is filled up and masked. Each chunk alone gives a query its largest score m,
@@ -20,16 +20,16 @@ import torch
 import torch.nn.functional as F
 
 from common.block_hash import BLOCK_SIZE
-from common.ops.plan import KEY_CHUNK, MIN_ROWS, DecodePlan, Plan, PrefillPlan, Tile, prepare
+from common.ops.plan import KEY_CHUNK, MIN_ROWS, MIN_ROWS_HALF, DecodePlan, Plan, PrefillPlan, Tile, prepare
 from common.ops.table import Ops
 
 LOWEST = torch.finfo(torch.float32).min
 
 
 def pad_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [..., rows, columns] with zero rows up to MIN_ROWS; below, torch's float32 products have other bits."""
-    missing = MIN_ROWS - x.shape[-2]
-    return x if missing <= 0 or x.dtype == torch.bfloat16 else F.pad(x, (0, 0, 0, missing))
+    """x [..., rows, columns] with zero rows up to what a matrix product needs to give each row its usual bits."""
+    missing = (MIN_ROWS if x.dtype == torch.float32 else MIN_ROWS_HALF) - x.shape[-2]
+    return F.pad(x, (0, 0, 0, missing)) if missing > 0 else x
 
 
 def embedding(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -66,13 +66,16 @@ def logits(x: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
 def _pool_rows(cache: torch.Tensor, layer: int, part: int, width: int) -> torch.Tensor:
     """The pool as rows of `width` elements, from where a layer's keys (part 0) or values (1) of block 0 start."""
     kv_heads, head_dim = cache.shape[3], cache.shape[5]
-    return cache.view(-1, width)[(2 * layer + part) * kv_heads * BLOCK_SIZE * head_dim // width :]
+    first = (2 * layer + part) * kv_heads * BLOCK_SIZE * head_dim // width
+    rows: torch.Tensor = cache.view(-1, width)[first:]
+    return rows
 
 
 def rotary_and_store(qkv: torch.Tensor, cache: torch.Tensor, layer: int, plan: Plan) -> torch.Tensor:
     """Rotates q and k (halves, as Hugging Face's Llama), and writes k and v into their blocks."""
     heads, kv_heads, head_dim = plan.config.num_heads, plan.config.num_kv_heads, plan.config.head_dim
-    qk, v = qkv.view(-1, heads + 2 * kv_heads, head_dim).split([heads + kv_heads, kv_heads], 1)
+    by_head = qkv.view(-1, heads + 2 * kv_heads, head_dim)
+    qk, v = by_head[:, : heads + kv_heads], by_head[:, heads + kv_heads :]
     low, high = qk.chunk(2, -1)
     rotated = qk * plan.cos + torch.cat([high, low], -1) * plan.sin
     for part, new in enumerate((rotated[:, heads:], v)):

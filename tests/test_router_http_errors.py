@@ -1,0 +1,166 @@
+"""Errors reach clients in OpenAI's form: as a status before the first delta, as an event after it."""
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import pytest
+from fakes import FakePipeline
+from http_tools import BOTH, CHAT, COMPLETION, data_of, delta, serve
+from tiny_text import model_directory
+
+from common.errors import (
+    ContextLengthExceeded,
+    Draining,
+    EngineFailure,
+    InvalidRequest,
+    KVExpired,
+    KVRelayError,
+    NoWorker,
+    Overloaded,
+    RequestTimeout,
+    Timeout,
+)
+from router.text import TextModel
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
+    return TextModel.load(model_directory(tmp_path_factory.mktemp("model")))
+
+
+ERRORS = [
+    (InvalidRequest("no good", field="top_p"), 400, "invalid_request_error", "invalid_request"),
+    (ContextLengthExceeded("too long", field="messages"), 400, "invalid_request_error", "context_length_exceeded"),
+    (Overloaded("full", retry_after_s=2.3), 429, "rate_limit_error", "overloaded"),
+    (NoWorker("nobody there"), 503, "server_error", "no_worker"),
+    (Draining("going down"), 503, "server_error", "draining"),
+    (KVExpired("late"), 503, "server_error", "kv_expired"),
+    (RequestTimeout("slow"), 504, "server_error", "request_timeout"),
+    (Timeout("slow"), 504, "server_error", "timeout"),
+    (EngineFailure("broken"), 500, "server_error", "engine_failure"),
+    (KVRelayError("odd"), 500, "server_error", "internal"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body"), BOTH)
+@pytest.mark.parametrize(("error", "status", "kind", "code"), ERRORS, ids=lambda value: getattr(value, "code", None))
+async def test_before_the_first_delta_are_a_status(
+    text: TextModel,
+    path: str,
+    body: Any,
+    stream: bool,
+    error: KVRelayError,
+    status: int,
+    kind: str,
+    code: str,
+) -> None:
+    async with serve(text, error) as served:
+        response, reply = await served.post(path, {**body, "stream": stream})
+    assert response.status == status
+    wanted = {"message": error.message, "type": kind, "param": error.field, "code": code}
+    assert reply == {"error": wanted}
+    assert response.headers.get("Retry-After") == {429: "3", 503: "1"}.get(status)
+
+
+@pytest.mark.parametrize(("path", "body"), BOTH)
+async def test_after_the_first_delta_are_an_event_and_the_end(text: TextModel, path: str, body: Any) -> None:
+    async with serve(text, delta("a"), EngineFailure("broken")) as served:
+        response, events = await served.stream(path, body)
+    assert response.status == 200
+    error = {"message": "broken", "type": "server_error", "param": None, "code": "engine_failure"}
+    assert json.loads(events[-1].removeprefix("data: ")) == {"error": error}
+    assert "data: [DONE]" not in events
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_defects_are_logged_and_not_shown(
+    text: TextModel, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serve(text, RuntimeError("secret detail")) as served:
+        with caplog.at_level(logging.ERROR, "kvrelay"):
+            response, body = await served.post("/v1/completions", {**COMPLETION, "stream": stream})
+    assert (response.status, body["error"]["message"]) == (500, "internal error")
+    assert [record.exc_info is not None for record in caplog.records] == [True]
+
+
+async def test_one_prompts_failure_ends_all(text: TextModel) -> None:
+    forever = asyncio.Event()
+    pipeline = FakePipeline(script=lambda request: [NoWorker("gone")] if request.prompt_ids == (8,) else [forever])
+    async with serve(text, pipeline=pipeline) as served:
+        response, _ = await served.post("/v1/completions", {**COMPLETION, "prompt": [[7], [8], [9]]})
+        assert response.status == 503
+        assert not pipeline.running
+
+
+async def test_cancellation_below_is_an_error_not_a_silence(text: TextModel) -> None:
+    class Cancelling(FakePipeline):
+        async def generate(self, generation: Any) -> Any:
+            yield delta("a")
+            raise asyncio.CancelledError
+
+    async with serve(text, pipeline=Cancelling()) as served:
+        _, events = await served.stream("/v1/completions", COMPLETION)
+    assert data_of(events)[-1]["error"]["code"] == "cancelled"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/v1/chat/completions", 405),
+        ("DELETE", "/v1/models", 405),
+        ("POST", "/health", 405),
+        ("GET", "/", 404),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", "/" + "x" * 2000, 404),
+        ("GET", "/v1/models/other", 404),
+    ],
+)
+async def test_wrong_path_or_method(text: TextModel, method: str, path: str, status: int) -> None:
+    async with serve(text) as served, served.session.request(method, served.url + path) as response:
+        body = await response.json()
+        assert response.status == status
+        assert set(body["error"]) == {"message", "type", "param", "code"}
+        assert len(body["error"]["message"]) < 500
+        assert ("Allow" in response.headers) == (status == 405)
+
+
+async def test_unknown_model(text: TextModel) -> None:
+    async with serve(text) as served:
+        response, body = await served.post("/v1/completions", {**COMPLETION, "model": "x" * 1000})
+    assert (response.status, body["error"]["param"], body["error"]["code"]) == (404, "model", "model_not_found")
+    assert len(body["error"]["message"]) < 500
+
+
+@pytest.mark.parametrize("size", [99, 100, 101, 100_000])
+async def test_body_has_a_limit(text: TextModel, size: int) -> None:
+    async with serve(text, max_body=100) as served:
+        response, body = await served.post("/v1/completions", b" " * size)
+    assert response.status == (413 if size > 100 else 400)
+    assert body["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("size", [10, 100_000], ids=["inline", "in a thread"])
+async def test_wrong_field_is_named(text: TextModel, size: int) -> None:
+    body = {**CHAT, "user": "x" * size, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}
+    async with serve(text) as served:
+        response, reply = await served.post("/v1/chat/completions", body)
+    assert (response.status, reply["error"]["param"]) == (400, "messages[0].content[0]")
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff"])
+async def test_malformed_json(text: TextModel, body: bytes) -> None:
+    async with serve(text) as served:
+        response, reply = await served.post("/v1/chat/completions", body)
+    assert (response.status, reply["error"]["code"]) == (400, "invalid_request")
+
+
+async def test_broken_compression_is_the_clients_fault(text: TextModel) -> None:
+    async with serve(text) as served:
+        headers = {"Content-Encoding": "gzip"}
+        async with served.session.post(
+            served.url + "/v1/completions", data=b"no gzip", headers=headers, compress=None
+        ) as response:
+            assert response.status == 400
