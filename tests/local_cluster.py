@@ -136,7 +136,7 @@ async def local_cluster(
     max_num_seqs: int = 16,
     prefill_tokens: int = 64,
     decode_tokens: int = 32,
-    kv_cache_memory: int = 3 * 2**19,
+    kv_cache_memory: int = 2**19,
     max_model_len: int = 256,
     deadlines: Deadlines | None = None,
 ) -> AsyncIterator[LocalCluster]:
