@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
@@ -22,6 +23,7 @@ def run_role(
     argv: Sequence[str] | None,
 ) -> int:
     """Parses the configs' flags and runs main; returns the exit status."""
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # what matters of its news, our own log tells
     parser = argparse.ArgumentParser(prog=f"kvrelay {role}", description=f"Runs one {role} process.")
     try:
         add_arguments(parser, *configs)

@@ -104,6 +104,11 @@ class PrefixIndex:
         self._open: dict[Expectation, float] = {}
         self._closing: deque[tuple[float, Expectation]] = deque()
 
+    @property
+    def num_hashes(self) -> int:
+        """Block hashes known of all workers, expected ones not counted."""
+        return sum(len(view.cached) for view in self._views.values())
+
     def follow(self, record: WorkerRecord) -> None:
         """Keeps a copy of this worker's cache from now on; a new epoch starts anew."""
         view = self._views.get(record.worker_id)

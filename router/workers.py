@@ -184,3 +184,4 @@ class Workers:
             key = (client.record.role, state)
             counts[key] = counts.get(key, 0) + 1
         self._metrics.on_workers(counts)
+        self._metrics.on_index(self._index.num_hashes)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.engine.batch import Batch, ScheduledChunk
+from common.engine.batch import Batch, ScheduledChunk, StepOutput
 from common.engine.block_pool import BlockPool
 from common.engine.engine import Engine
 from common.engine.sampler import Sampler
@@ -137,6 +137,11 @@ def answer(
             return tuple(output), FinishReason.LENGTH
 
 
+def alone(one: Sequence, fork: int = 0, max_model_len: int = 32) -> list[int]:
+    """The answer of a sequence's prompt and parameters."""
+    return list(answer(tuple(one.prompt_ids), one.params, fork, max_model_len)[0])
+
+
 class ToyRunner:
     """The toy model over paged KV: reads every entry back through the block table it is given."""
 
@@ -180,3 +185,39 @@ class ToyRunner:
             self.write(chunk.block_ids, position, [kv_entry(self.read(chunk.block_ids, position), token)])
         end = chunk.start + len(chunk.token_ids)
         return logits_of(self.read(chunk.block_ids, end)) if chunk.samples else None
+
+
+class Stepper:
+    """A scheduler with the toy runner and the sampler, stepped by hand."""
+
+    def __init__(self, sched: Scheduler) -> None:
+        self.scheduler = sched
+        self.runner = ToyRunner.of(sched)
+        self.sampler = Sampler(sched.config.eos_token_ids)
+
+    def finish(self, batch: Batch) -> StepOutput:
+        """Computes a batch and takes it in."""
+        return self.scheduler.update(batch, self.sampler(self.runner.forward(batch), batch))
+
+    def step(self) -> tuple[Batch, StepOutput]:
+        """A whole step."""
+        batch = self.scheduler.schedule()
+        return batch, self.finish(batch)
+
+    def run(self, most: int = 200) -> list[StepOutput]:
+        """Steps until all sequences have left."""
+        outputs = []
+        while self.scheduler.running or self.scheduler.waiting:
+            assert len(outputs) < most, "starved"
+            outputs.append(self.step()[1])
+        return outputs
+
+
+def answers(outputs: list[StepOutput]) -> dict[tuple[str, int], list[int]]:
+    """Tokens of each key and fork, in order."""
+    result: dict[tuple[str, int], list[int]] = {}
+    for token in (token for output in outputs for token in output.tokens):
+        written = result.setdefault((token.sequence.key, token.fork), [])
+        assert token.index == len(written)
+        written.append(token.sample.token_id)
+    return result

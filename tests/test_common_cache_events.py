@@ -162,6 +162,16 @@ async def test_entries_have_at_most_their_size(redis: Redis, count: int) -> None
     assert max(sizes) == min(count, cache_events.ENTRY_HASHES)
 
 
+async def test_large_change_does_not_wait_for_the_flush(redis: Redis) -> None:
+    cache = Cache()
+    publisher = a_publisher(redis, cache, flush_s=3600.0)
+    async with publishing(publisher):
+        await tells(redis, cache)
+        cache.blocks = dict.fromkeys(map(a_hash, range(cache_events.ENTRY_HASHES)))
+        publisher.record(cache.snapshot(), [])
+        await tells(redis, cache)
+
+
 async def test_idle_cache_writes_no_entries(redis: Redis) -> None:
     cache = Cache()
     publisher = a_publisher(redis, cache)
@@ -276,7 +286,7 @@ async def test_entry_never_makes_a_stream_that_nobody_would_expire(redis: Redis)
 
 
 async def test_frozen_redis_never_blocks_recording(own_redis_server: RedisServer) -> None:
-    redis = await connect(own_redis_server.url, replace(QUICK, rpc_s=0.2))
+    redis = await connect(own_redis_server.url, replace(QUICK, rpc_s=0.5))
     rng, cache = random.Random(3), Cache()
     publisher = a_publisher(redis, cache, max_pending=20)
     assert own_redis_server.pid is not None

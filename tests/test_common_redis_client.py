@@ -20,7 +20,7 @@ from common.redis_server import RedisServer
 
 pytest_plugins = ("redis_fixture",)
 
-IMPATIENT = replace(QUICK, connect_s=0.3, rpc_s=0.3)
+IMPATIENT = replace(QUICK, connect_s=1.0, rpc_s=1.0)
 
 
 def free_port() -> int:

@@ -6,12 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from builders import ToyRunner, answer, assert_all_free, engine, kv_of, scheduler, sequence, tokens, waits
+from builders import ToyRunner, alone, assert_all_free, engine, kv_of, scheduler, sequence, tokens, waits
 
 from common.engine.batch import StepOutput
 from common.engine.engine import Engine
 from common.engine.scheduler import Scheduler
-from common.engine.sequence import Sequence
 from common.errors import EngineFailure, InvalidRequest
 
 torch.set_num_threads(1)
@@ -73,10 +72,6 @@ def written(outputs: list[StepOutput], key: str = "s", fork: int = 0) -> list[in
     found = [t for output in outputs for t in output.tokens if (t.sequence.key, t.fork) == (key, fork)]
     assert [t.index for t in found] == list(range(found[0].index, found[0].index + len(found)))
     return [t.sample.token_id for t in found]
-
-
-def alone(one: Sequence, fork: int = 0) -> list[int]:
-    return list(answer(tuple(one.prompt_ids), one.params, fork)[0])
 
 
 # Calls during a step.

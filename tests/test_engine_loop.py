@@ -5,7 +5,7 @@ import threading
 
 import pytest
 import torch
-from builders import ToyRunner, answer, assert_all_free, engine, scheduler, sequence, waits
+from builders import ToyRunner, alone, assert_all_free, engine, scheduler, sequence, waits
 
 from common.engine import loop
 from common.engine.batch import StepOutput
@@ -48,7 +48,7 @@ class Stage:
 
 
 def expected() -> list[int]:
-    return list(answer(tuple(sequence().prompt_ids), sequence().params)[0])
+    return alone(sequence())
 
 
 def test_what_was_added_before_the_start_and_while_idle_is_answered():

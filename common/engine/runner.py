@@ -1,14 +1,12 @@
 """Runs one batch through the model: tokens and blocks in, logits out."""
 
-from dataclasses import replace
 from itertools import accumulate
 
 import torch
 
 from common.block_hash import BLOCK_SIZE
-from common.engine.batch import Batch, ScheduledChunk
+from common.engine.batch import Batch
 from common.engine.kv_cache import KVPool
-from common.engine.sequence import SamplingParams, Sequence
 from common.model.decoder import Decoder
 from common.ops import StepInput
 
@@ -28,19 +26,6 @@ class Runner:
             return torch.empty(0, self._decoder.config.vocab_size)
         self._clear_fresh_blocks(batch)
         return self._decoder.forward(step_input(batch), self._pool.blocks)
-
-    def warm_up(self, num_tokens: int) -> None:
-        """A prompt of num_tokens and a decode step, over a small pool of its own: reads the weights, starts threads."""
-        blocks = tuple(range(num_tokens // BLOCK_SIZE + 1))
-        pool = KVPool(self._pool.layout, len(blocks), shared=False)
-        sequence = Sequence("warm-up", [0] * (num_tokens + 1), num_tokens, SamplingParams())
-        prompt = ScheduledChunk(sequence, 0, (0,) * num_tokens, blocks, samples=True)
-        try:
-            runner = Runner(self._decoder, pool)
-            runner.forward(Batch((prompt,)))
-            runner.forward(Batch((replace(prompt, start=num_tokens, token_ids=(0,)),)))
-        finally:
-            pool.close()
 
     def _clear_fresh_blocks(self, batch: Batch) -> None:
         """What lies behind a sequence's last token in a block must be finite: it meets a probability of 0.
