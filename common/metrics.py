@@ -129,8 +129,9 @@ class WorkerMetrics:
         self._leases.set(leases)
         self._held_blocks.set(blocks)
 
-    def on_lease_expiration(self) -> None:
-        self._expirations.inc()
+    def on_lease_expirations(self, leases: int) -> None:
+        """Leases that ran out since the last call."""
+        self._expirations.inc(leases)
 
 
 class RouterMetrics:

@@ -13,6 +13,7 @@ from common.convert import error_to_proto
 from common.errors import EpochMismatch, FingerprintMismatch, KVRelayError, StaleAttempt
 from common.log import get_logger, log_event
 from common.rpc import types_pb2
+from common.tasks import end
 
 log = get_logger("relay")
 
@@ -87,10 +88,8 @@ class RelayServer:
                 event.load.CopyFrom(self._load())
                 yield event
         finally:
-            reader.cancel()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(reader, *tasks, return_exceptions=True)
+            await end(reader)
+            await end(*tasks)
 
     async def _read(self, commands: AsyncIterator[Any], session: Session, tasks: set[asyncio.Task[None]]) -> None:
         async for command in commands:

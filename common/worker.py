@@ -30,6 +30,7 @@ from common.metrics import WorkerMetrics, serve_worker_http
 from common.redis_client import connect
 from common.registry import Registry, WorkerRecord
 from common.role import announce_ready, run_role, stop_on_signals
+from common.tasks import end
 from common.version import VERSION
 
 log = get_logger("worker")
@@ -166,8 +167,9 @@ async def running(
     """
     info, deadlines, metrics = worker.info, worker.deadlines, worker.metrics
     loop = asyncio.get_running_loop()
+    registry = Registry(redis, namespace, deadlines)
     publisher = CacheEventPublisher(
-        redis, namespace, info.worker_id, info.epoch, worker.engine.cached_hashes, deadlines
+        redis, namespace, info.worker_id, info.epoch, worker.engine.cached_hashes, deadlines, registry.outage
     )
     deaths: list[BaseException] = []
 
@@ -200,7 +202,6 @@ async def running(
         pid=os.getpid(),
         version=VERSION,
     )
-    registry = Registry(redis, namespace, deadlines)
     service.register()
     await worker.server.start()
     steps.start()
@@ -215,9 +216,8 @@ async def running(
             await registry.goodbye(record)
         await worker.server.stop()
         await service.close()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(*tasks)
+        await publisher.close()
         await asyncio.to_thread(steps.stop, deadlines.drain_s)
         await http.cleanup()
     if deaths:

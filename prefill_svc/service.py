@@ -10,6 +10,7 @@ from common.errors import InvalidRequest, KVRelayError, RequestTimeout
 from common.relay import RelayServer, Session, attempt_key
 from common.rpc import kv_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
 from common.submission import sequences_of
+from common.tasks import end
 from common.worker import Worker
 from kvtransfer.holder import KVHolder
 from kvtransfer.lease import LeaseTable
@@ -46,6 +47,7 @@ class PrefillService:
         self._metrics = worker.metrics
         self._clock = worker.clock
         self._deadlines = worker.deadlines
+        self._expired = 0  # leases that metrics have counted
         self._attempts: dict[str, Prefilling] = {}
         self.relay_server = RelayServer(
             epoch=self.info.epoch,
@@ -66,8 +68,7 @@ class PrefillService:
 
     async def close(self) -> None:
         """Frees what is held; the streams have ended."""
-        self._expiry.cancel()
-        await asyncio.gather(self._expiry, return_exceptions=True)
+        await end(self._expiry)
         self.leases.close()
 
     async def serve(self, submission: types_pb2.Submission, session: Session) -> None:
@@ -146,4 +147,7 @@ class PrefillService:
             attempt.done.set_exception(error)
 
     def load(self) -> types_pb2.Load:
+        self._metrics.on_leases(self.leases.num_held, self.leases.held_blocks)
+        self._metrics.on_lease_expirations(self.leases.num_expired - self._expired)
+        self._expired = self.leases.num_expired
         return load_to_proto(self.engine.load(), held_blocks=self.leases.held_blocks)

@@ -20,6 +20,7 @@ from common.model.config import load_config, model_name
 from common.redis_client import connect
 from common.registry import Registry
 from common.role import announce_ready, run_role, stop_on_signals
+from common.tasks import end
 from router.app import build_app, build_runner
 from router.index import PrefixIndex
 from router.pipeline import Pipeline
@@ -44,14 +45,13 @@ async def run(arguments: argparse.Namespace) -> int:
     async with AsyncExitStack() as stack:
         redis = await connect(redis_settings.redis_url, deadlines)
         stack.push_async_callback(redis.aclose)
-        index = PrefixIndex(redis, namespace, deadlines)
         registry = Registry(redis, namespace, deadlines)
+        index = PrefixIndex(redis, namespace, deadlines, registry.outage)
         workers = Workers(registry, index, secrets.token_hex(8), deadlines, time.monotonic, metrics)
         pipeline = Pipeline(workers, text, metrics, deadlines, time.monotonic)
         stack.push_async_callback(workers.close)
         stack.push_async_callback(pipeline.close)
-        for task in [asyncio.create_task(workers.run()), asyncio.create_task(index.run())]:
-            stack.callback(task.cancel)
+        stack.push_async_callback(end, asyncio.create_task(workers.run()), asyncio.create_task(index.run()))
         app = build_app(
             pipeline,
             text,

@@ -15,6 +15,7 @@ from common.grpc_server import open_channel
 from common.log import get_logger, log_event
 from common.registry import WorkerRecord
 from common.rpc import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
+from common.tasks import end
 from kvtransfer.client import HolderClient
 
 log = get_logger("clients")
@@ -128,8 +129,7 @@ class WorkerClient:
 
     async def close(self) -> None:
         """Ends the stream; attempts on it fail with WorkerLost."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await end(self._task)
         await self._channel.close()
 
     async def _run(self) -> None:
@@ -173,8 +173,7 @@ class WorkerClient:
                 self._take(event)
         finally:
             call.cancel()
-            writer.cancel()
-            await asyncio.gather(writer, return_exceptions=True)  # what broke it breaks the reading too
+            await end(writer)  # what broke it breaks the reading too
 
     async def _write(self, call: Any, outgoing: asyncio.Queue[Any]) -> None:
         while True:

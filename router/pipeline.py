@@ -14,6 +14,7 @@ from common.errors import HandoverError, KVRelayError, RequestTimeout
 from common.log import get_logger, log_event
 from common.metrics import RouterMetrics
 from common.rpc import decode_pb2, prefill_pb2
+from common.tasks import end
 from kvtransfer.handle import KVHandle
 from kvtransfer.lease import ROUTER
 from router.answer import Answer
@@ -71,8 +72,7 @@ class Pipeline:
             self._report(run)
         finally:
             self._count(-1)
-            driver.cancel()
-            await asyncio.gather(driver, return_exceptions=True)
+            await end(driver)
 
     async def close(self) -> None:
         """Waits for releases that are still on their way; each has its deadline."""
@@ -238,6 +238,4 @@ async def _all(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
     try:
         await asyncio.gather(*tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(*tasks)

@@ -19,6 +19,7 @@ from common.grpc_server import GrpcServer
 from common.metrics import RouterMetrics
 from common.redis_client import connect
 from common.registry import Registry
+from common.tasks import end
 from common.worker import Worker, make_worker, running
 from decode_svc.service import DecodeService
 from prefill_svc.service import PrefillService
@@ -186,6 +187,4 @@ async def local_cluster(
             yield cluster
             await pipeline.close()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end(*tasks)

@@ -132,7 +132,7 @@ def test_handovers_leases_aborts_and_preemptions_are_counted():
     metrics.on_handover("grpc", 50, 0.002)
     metrics.on_handover_failure("kv_expired")
     metrics.on_leases(2, 17)
-    metrics.on_lease_expiration()
+    metrics.on_lease_expirations(1)
     metrics.on_abort(3)
     metrics.on_preemption()
     seen = values(metrics.registry)
