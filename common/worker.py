@@ -27,6 +27,7 @@ from common.grpc_server import GrpcServer, join_address
 from common.layout import KVLayout
 from common.log import get_logger, log_event
 from common.metrics import WorkerMetrics, serve_worker_http
+from common.progress import progress
 from common.redis_client import connect
 from common.registry import Registry, WorkerRecord
 from common.role import announce_ready, run_role, stop_on_signals
@@ -104,13 +105,15 @@ def run_worker(
             server = GrpcServer(settings.host, settings.port, deadlines)
             server.bind()
             stack.push_async_callback(server.stop)
-            built = await asyncio.to_thread(
-                build_engine,
-                from_arguments(EngineConfig, arguments),
-                max_num_batched_tokens=max_num_batched_tokens,
-                shared_pool=shared_pool,
-                clock=time.monotonic,
-            )
+            with progress("loading weights") as show:
+                built = await asyncio.to_thread(
+                    build_engine,
+                    from_arguments(EngineConfig, arguments),
+                    max_num_batched_tokens=max_num_batched_tokens,
+                    shared_pool=shared_pool,
+                    clock=time.monotonic,
+                    progress=show,
+                )
             stack.callback(built.pool.close)
             worker = make_worker(role, built, server, settings, deadlines)
             service = start_service(worker)
