@@ -1,6 +1,10 @@
-"""Split equals unsplit equals full recompute, token for token in fp32: whatever the lengths, hits and company."""
+"""Split equals unsplit equals full recompute, token for token: whatever the lengths, hits and company.
+
+In bfloat16 as well as in float32: the reference operations give a row the same bits in any batch.
+"""
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -35,11 +39,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_random_checkpoint(tmp_path_factory.mktemp("model"))
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["split", "unsplit"])
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=["split float32", "unsplit float32", "split bfloat16"]
+)
 async def cluster(
     request: pytest.FixtureRequest, model: Path, redis_server: RedisServer
 ) -> AsyncIterator[LocalCluster]:
-    async with local_cluster(model, redis_server.url, prefill=1 if request.param == "split" else 0) as cluster:
+    way, dtype = request.param.split()
+    async with local_cluster(model, redis_server.url, prefill=1 if way == "split" else 0, dtype=dtype) as cluster:
         yield cluster
 
 
@@ -49,16 +56,21 @@ async def all_free(cluster: LocalCluster) -> AsyncIterator[None]:
     await cluster.assert_all_free()
 
 
-@pytest.fixture(scope="module")
-def recompute(model: Path) -> "Recompute":
-    return Recompute(model)
+@pytest.fixture
+def recompute(model: Path, cluster: LocalCluster) -> "Recompute":
+    return Recompute.of(model, cluster.local[0].built.layout.dtype)
 
 
 class Recompute:
     """The reference: every token from a forward pass over the whole sequence, alone, on an empty pool."""
 
-    def __init__(self, model: Path) -> None:
-        settings = EngineConfig(model=str(model), dtype="float32", max_model_len=512, kv_cache_memory=Bytes(2**22))
+    @classmethod
+    @functools.cache
+    def of(cls, model: Path, dtype: str) -> "Recompute":
+        return cls(model, dtype)
+
+    def __init__(self, model: Path, dtype: str) -> None:
+        settings = EngineConfig(model=str(model), dtype=dtype, max_model_len=512, kv_cache_memory=Bytes(2**22))
         self.built: BuiltEngine = build_engine(
             settings, max_num_batched_tokens=512, shared_pool=False, clock=lambda: 0.0
         )
