@@ -211,4 +211,4 @@ def _converse(runner: asyncio.Runner, chat: Conversation) -> None:
         except KeyboardInterrupt:
             print()
         except KVRelayError as error:
-            print(f"\nerror: {error.message}", file=sys.stderr)
+            print(f"\nerror: {' '.join(error.message.split())}", file=sys.stderr)

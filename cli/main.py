@@ -15,7 +15,7 @@ COMMANDS = {
     "router": "one router in this process",
     "prefill": "one prefill worker in this process",
     "decode": "one decode worker in this process",
-    "model": "fetch, convert and inspect models",
+    "model": "fetch a model and print its directory",
     "chat": "talk to a running cluster",
     "demo": "a cluster, one short chat, and where its time went",
 }

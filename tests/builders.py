@@ -125,8 +125,8 @@ def answer(
     """What a fork must answer: recomputed alone, without blocks, chunks, cache or company."""
     sampler, output = Sampler(eos_token_ids), []
     while True:
-        alone = Sequence("alone", [*prompt_ids, *output], len(prompt_ids), params, (fork,))
-        chunk = ScheduledChunk(alone, 0, tuple(alone.token_ids), (), samples=True)
+        one = Sequence("alone", [*prompt_ids, *output], len(prompt_ids), params, (fork,))
+        chunk = ScheduledChunk(one, 0, tuple(one.token_ids), (), samples=True)
         logits = logits_of(kv_of(chunk.token_ids))
         token = sampler(logits[None], Batch((chunk,)))[0][0].token_id
         output.append(token)
@@ -173,12 +173,8 @@ class ToyRunner:
         read = [self.kv[source].copy() for source, _ in batch.copies]
         for (_, destination), block in zip(batch.copies, read, strict=True):
             self.kv[destination] = block
-        rows = [self._compute(chunk) for chunk in batch.chunks]
-        return (
-            torch.stack([row for row in rows if row is not None])
-            if any(chunk.samples for chunk in batch.chunks)
-            else torch.empty(0, VOCAB)
-        )
+        rows = [row for chunk in batch.chunks if (row := self._compute(chunk)) is not None]
+        return torch.stack(rows) if rows else torch.empty(0, VOCAB)
 
     def _compute(self, chunk: ScheduledChunk) -> Tensor | None:
         for position, token in enumerate(chunk.token_ids, chunk.start):

@@ -1,6 +1,5 @@
 """What crosses the wire comes out as it went in, down to the class of an error."""
 
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -47,14 +47,16 @@ def step_input(batch: Batch) -> StepInput:
         chunk.block_ids[(chunk.start + i) // BLOCK_SIZE] for chunk in chunks for i in range(len(chunk.token_ids))
     ]
     sampled = [end - 1 for end, chunk in zip(row_starts[1:], chunks, strict=True) if chunk.samples]
-    longest = max(len(chunk.block_ids) for chunk in chunks)
-    tables = [chunk.block_ids + chunk.block_ids[:1] * (longest - len(chunk.block_ids)) for chunk in chunks]
+    contexts = [chunk.start + len(chunk.token_ids) for chunk in chunks]
+    longest = -(-max(contexts) // BLOCK_SIZE)
+    used = [chunk.block_ids[: -(-context // BLOCK_SIZE)] for chunk, context in zip(chunks, contexts, strict=True)]
+    tables = [blocks + blocks[:1] * (longest - len(blocks)) for blocks in used]
     return StepInput(
         token_ids=torch.tensor([token_id for chunk in chunks for token_id in chunk.token_ids]),
         positions=torch.tensor(positions),
         token_blocks=torch.tensor(token_blocks),
         row_starts=row_starts,
-        contexts=tuple(chunk.start + len(chunk.token_ids) for chunk in chunks),
+        contexts=tuple(contexts),
         block_tables=torch.tensor(tables),
         sample_rows=torch.tensor(sampled, dtype=torch.int64),
     )

@@ -9,8 +9,7 @@ from common.block_hash import BLOCK_SIZE
 from common.model.config import ModelConfig
 from common.ops.table import StepInput
 
-MIN_ROWS = 16  # of a float32 matrix product: with fewer, torch's libraries add up in other orders
-MIN_ROWS_HALF = 2  # the same in bfloat16 and float16, where only a single row has a kernel of its own
+ROWS = 16  # a float32 matrix product takes multiples of it: a smaller rest, on any thread, adds up in another order
 KEY_CHUNK = 128  # keys; a multiple of BLOCK_SIZE. Another size gives other bits.
 QUERY_TILE = 128  # of a prompt's tokens taken at once, so that their scores stay in the L2 cache
 GROUP_BYTES = 2 * 2**20  # of float32 keys gathered at once in a decode step: few calls, and still in a cache
@@ -146,7 +145,7 @@ def _decode(step: StepInput, config: ModelConfig, indices: list[int]) -> DecodeP
         masks=_mask(keys >= contexts[owners, None])[:, None, None],
         counts=counts,
         group=group,
-        queries=torch.zeros(group, kv_heads, max(heads_each, MIN_ROWS), head_dim),
+        queries=torch.zeros(group, kv_heads, -(-heads_each // ROWS) * ROWS, head_dim),
         top=torch.empty(len(owners), kv_heads, heads_each, 1),
         sums=torch.empty(len(owners), kv_heads, heads_each, head_dim + 1),
     )

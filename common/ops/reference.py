@@ -1,9 +1,9 @@
 """The reference operations in plain torch: the truth that every other backend is tested against.
 
 A row's answer must not depend, bit for bit, on the rows beside it. Torch promises no such thing, so this holds to what
-gives the same bits however many rows there are (the tests check it on the machine at hand): matrix products of at
-least 16 rows (2 in bfloat16), torch.exp, and reductions along the last dimension. Not among them are F.silu in
-float32, torch.exp2, and scaled_dot_product_attention.
+gives the same bits however many rows and threads there are (the tests check it on the machine at hand): matrix
+products with rows as pad_rows makes them and columns in multiples of 16, torch.exp, and reductions along the last
+dimension. Not among them are F.silu in float32, torch.exp2, and scaled_dot_product_attention.
 
 Attention has one order for a decode step and for any part of a prompt. Keys are taken in chunks of KEY_CHUNK, counted
 from position 0; the last is filled up and masked. Each chunk alone gives a query its largest score m,
@@ -20,16 +20,21 @@ import torch
 import torch.nn.functional as F
 
 from common.block_hash import BLOCK_SIZE
-from common.ops.plan import KEY_CHUNK, MIN_ROWS, MIN_ROWS_HALF, DecodePlan, Plan, PrefillPlan, Tile, prepare
+from common.ops.plan import KEY_CHUNK, ROWS, DecodePlan, Plan, PrefillPlan, Tile, prepare
 from common.ops.table import Ops
 
+SMALL_PRODUCT = 16**3  # rows * inner * columns
 LOWEST = torch.finfo(torch.float32).min
 
 
-def pad_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [..., rows, columns] with zero rows up to what a matrix product needs to give each row its usual bits."""
-    missing = (MIN_ROWS if x.dtype == torch.float32 else MIN_ROWS_HALF) - x.shape[-2]
-    return F.pad(x, (0, 0, 0, missing)) if missing > 0 else x
+def pad_rows(x: torch.Tensor, columns: int) -> torch.Tensor:
+    """x [..., rows, inner] with zero rows, as many as its product with [inner, columns] needs for its usual bits."""
+    rows, inner = x.shape[-2:]
+    if x.dtype == torch.float32:
+        wanted = -(-rows // ROWS) * ROWS
+    else:  # torch has another kernel for a single row, and for products below a certain size
+        wanted = max(rows, 2, SMALL_PRODUCT // (inner * columns) + 1)
+    return F.pad(x, (0, 0, 0, wanted - rows)) if rows < wanted else x
 
 
 def embedding(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -37,7 +42,7 @@ def embedding(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return F.linear(pad_rows(x), weight)[: x.shape[0]]
+    return F.linear(pad_rows(x, len(weight)), weight)[: x.shape[0]]
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -111,7 +116,7 @@ def _attend_tile(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tile
     (tokens, heads, head_dim), kv_heads, chunks = q.shape, keys.shape[1], len(tile.masks)
     shape = (kv_heads, tokens, heads // kv_heads)
     queries = q.view(tokens, *shape[::2], head_dim).transpose(0, 1).reshape(kv_heads, -1, head_dim)
-    queries = pad_rows(queries.float() * head_dim**-0.5)
+    queries = pad_rows(queries.float() * head_dim**-0.5, KEY_CHUNK)
     top = queries.new_empty(chunks, kv_heads, shape[1] * shape[2], 1)
     sums = queries.new_empty(chunks, kv_heads, shape[1] * shape[2], head_dim + 1)
     for chunk, mask in enumerate(tile.masks):
@@ -127,7 +132,7 @@ def _attend_decode(q: torch.Tensor, cache: torch.Tensor, layer: int, plan: Decod
         pairs = slice(first, first + plan.group)
         asked = q.index_select(0, pair_rows[pairs]).view(-1, kv_heads, heads_each, head_dim)
         queries = plan.queries[: len(asked)]
-        torch.mul(asked, head_dim**-0.5, out=queries[:, :, :heads_each])
+        queries[:, :, :heads_each].copy_(asked).mul_(head_dim**-0.5)  # float32 before it is scaled
         blocks = plan.blocks[pairs].view(-1)
         keys, values = _gather(cache, layer, 0, blocks).float(), _gather(cache, layer, 1, blocks)
         top, sums = plan.top[pairs].flatten(0, 1), plan.sums[pairs].flatten(0, 1)
@@ -159,7 +164,7 @@ def _attend_chunk(
     top.clamp_(min=LOWEST)  # a query may see none of these keys
     weights = (scores - top).exp_()
     torch.sum(weights, -1, keepdim=True, out=sums[..., head_dim:])
-    sums[..., :head_dim].copy_(torch.bmm(pad_rows(weights.to(values.dtype)), values)[:, :rows])
+    sums[..., :head_dim].copy_(torch.bmm(pad_rows(weights.to(values.dtype), head_dim), values)[:, :rows])
 
 
 def _join(top: torch.Tensor, sums: torch.Tensor, counts: Sequence[int], owners: torch.Tensor) -> torch.Tensor:
