@@ -1,4 +1,4 @@
-"""What a sequence answers does not depend, bit for bit, on chunk borders, company, threads, or what blocks held before."""
+"""What a sequence answers depends, bit for bit, on no chunk border, company, thread count or earlier content of blocks."""
 
 from pathlib import Path
 
