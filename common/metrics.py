@@ -95,6 +95,7 @@ class WorkerMetrics:
         self._waiting_tokens.set(load.waiting_tokens)
         self._usage.set(1 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0)
         self._generation.inc(len(output.tokens))
+        self._preemptions.inc(output.num_preemptions)
         prompts = {token.sequence.key: token.sequence for token in output.tokens if token.index == 0}
         for sequence in prompts.values():  # forks share one
             self._prompt.inc(sequence.num_prompt_tokens)
@@ -112,9 +113,6 @@ class WorkerMetrics:
 
     def on_abort(self, answers: int = 1) -> None:
         self._success(finished_reason="abort").inc(answers)
-
-    def on_preemption(self, sequences: int = 1) -> None:
-        self._preemptions.inc(sequences)
 
     def on_handover(self, transport: str, num_bytes: int, seconds: float) -> None:
         self._handover_bytes(transport=transport).inc(num_bytes)

@@ -13,8 +13,9 @@ from torch import Tensor
 from common.engine.batch import Batch, ScheduledChunk, StepOutput
 from common.engine.block_pool import BlockPool
 from common.engine.engine import Engine
+from common.engine.limits import SchedulerConfig
 from common.engine.sampler import Sampler
-from common.engine.scheduler import Scheduler, SchedulerConfig
+from common.engine.scheduler import Scheduler
 from common.engine.sequence import FinishReason, SamplingParams, Sequence
 
 VOCAB = 64  # of the toy model: a logit for each byte of a digest

@@ -134,7 +134,7 @@ def test_handovers_leases_aborts_and_preemptions_are_counted():
     metrics.on_leases(2, 17)
     metrics.on_lease_expirations(1)
     metrics.on_abort(3)
-    metrics.on_preemption()
+    metrics.on_step(StepOutput(num_preemptions=1))
     seen = values(metrics.registry)
     assert seen["kv_handover_bytes_total[('transport', 'shm')]"] == 100
     assert seen["kv_handover_bytes_total[('transport', 'grpc')]"] == 50

@@ -9,7 +9,7 @@ import torch
 from builders import EOS, Stepper, alone, answers, assert_all_free, kv_of, scheduler, sequence, tokens
 
 from common.engine.batch import Batch
-from common.engine.scheduler import SchedulerConfig, finish
+from common.engine.limits import SchedulerConfig, finish
 from common.engine.sequence import FinishReason
 from common.errors import ConfigError, EngineFailure
 

@@ -19,10 +19,7 @@ class ScheduledChunk:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One step. `copies` (source, destination block) come before anything is computed.
-
-    All sources are read before any destination is written: a source may be another's destination.
-    """
+    """One step. `copies` (source, destination block) come before anything is computed."""
 
     chunks: tuple[ScheduledChunk, ...]
     copies: tuple[tuple[int, int], ...] = ()
@@ -83,4 +80,5 @@ class StepOutput:
     stored: tuple[bytes, ...] = ()  # block hashes that entered the prefix cache
     removed: tuple[bytes, ...] = ()
     num_batched_tokens: int = 0
+    num_preemptions: int = 0
     step_s: float = 0.0

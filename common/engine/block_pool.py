@@ -41,11 +41,6 @@ class BlockPool:
         """All hashes that match() would find."""
         return list(self._block_of)
 
-    def count_match(self, hashes: Sequence[bytes]) -> tuple[int, int]:
-        """Length of the longest cached prefix, and how many of its blocks are free now; changes nothing."""
-        found = [self._block_of[h] for h in self._cached_prefix(hashes)]
-        return len(found), sum(self._references[block] == 0 for block in found)
-
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """The blocks of the longest cached prefix, each with one more reference."""
         found = [self._block_of[h] for h in self._cached_prefix(hashes)]
@@ -110,8 +105,7 @@ class BlockPool:
     def drain_events(self) -> CacheEvents:
         """Hashes stored and removed since the last call.
 
-        A hash that came and went (or went and came) in between is in both lists; net of both it is
-        as the cache is now, so the later of the two is dropped from the other list.
+        A hash that came and went (or went and came) in between is only in the list that says how it is now.
         """
         events, self._events = self._events, CacheEvents()
         if not events.stored or not events.removed:

@@ -11,9 +11,10 @@ from common.engine.batch import Batch, ScheduledChunk
 from common.engine.block_pool import BlockPool
 from common.engine.engine import Engine
 from common.engine.kv_cache import KVPool
+from common.engine.limits import SchedulerConfig
 from common.engine.runner import Runner
 from common.engine.sampler import Sampler
-from common.engine.scheduler import Scheduler, SchedulerConfig
+from common.engine.scheduler import Scheduler
 from common.engine.sequence import SamplingParams, Sequence
 from common.errors import ConfigError
 from common.layout import KVLayout
@@ -59,7 +60,7 @@ def build_engine(
         eos_token_ids=generation.eos_token_ids,
     )
     num_blocks = settings.kv_cache_memory // layout.block_bytes
-    check_limits(settings, model, config, layout, num_blocks)
+    check_limits(settings, model, config.max_model_len, layout, num_blocks)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     revision = model_fingerprint(directory)
@@ -90,7 +91,7 @@ def warm_up(decoder: Decoder, layout: KVLayout, num_tokens: int) -> None:
 
 
 def check_limits(
-    settings: EngineConfig, model: ModelConfig, config: SchedulerConfig, layout: KVLayout, num_blocks: int
+    settings: EngineConfig, model: ModelConfig, max_model_len: int, layout: KVLayout, num_blocks: int
 ) -> None:
     """Raises ConfigError for settings that could never serve one sequence of the longest kind."""
     if settings.max_model_len and settings.max_model_len > model.max_position_embeddings:
@@ -98,17 +99,11 @@ def check_limits(
             f"max_model_len is {settings.max_model_len}, the model was made for {model.max_position_embeddings}",
             field="max_model_len",
         )
-    if config.max_num_batched_tokens < config.max_num_seqs:
-        raise ConfigError(
-            f"max_num_batched_tokens ({config.max_num_batched_tokens}) must be at least "
-            f"max_num_seqs ({config.max_num_seqs})",
-            field="max_num_batched_tokens",
-        )
-    needed = -(-config.max_model_len // layout.block_size)
+    needed = -(-max_model_len // layout.block_size)
     if num_blocks < needed:
         raise ConfigError(
             f"kv_cache_memory ({settings.kv_cache_memory} bytes) has room for {num_blocks * layout.block_size} tokens; "
-            f"one sequence of {config.max_model_len} takes {needed * layout.block_bytes} bytes: "
+            f"one sequence of {max_model_len} takes {needed * layout.block_bytes} bytes: "
             "raise kv_cache_memory or lower max_model_len",
             field="kv_cache_memory",
         )

@@ -14,7 +14,7 @@ from torch import Tensor
 from common.engine.batch import Batch, EngineLoad, Sample, StepOutput
 from common.engine.scheduler import Reservation, Scheduler
 from common.engine.sequence import Sequence
-from common.errors import EngineFailure, InvalidRequest
+from common.errors import ContextLengthExceeded, EngineFailure, InvalidRequest
 
 
 class Runner(Protocol):
@@ -45,7 +45,7 @@ class Engine:
     def check(self, num_tokens: int, num_forks: int) -> None:
         """Raises InvalidRequest for a sequence that this engine could never run."""
         if num_tokens >= self.config.max_model_len:
-            raise InvalidRequest(
+            raise ContextLengthExceeded(
                 f"prompt has {num_tokens} tokens, the context {self.config.max_model_len}", field="prompt_ids"
             )
         if num_tokens < 1:

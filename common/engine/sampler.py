@@ -24,10 +24,7 @@ def draw(probabilities: Tensor, number: float) -> int:
     """Inverse CDF in token order: the first token whose cumulated weight exceeds number's share of the whole."""
     cumulated = probabilities.double().cumsum(0)
     target = cumulated[-1] * number
-    token = int(torch.searchsorted(cumulated, target, right=True))
-    if token == len(cumulated):  # rounding of target up to the whole
-        token = int(probabilities.nonzero()[-1])
-    return token
+    return int(torch.searchsorted(cumulated, target, right=True))
 
 
 def adjust(logits: Tensor, params: SamplingParams, sequence: Sequence, eos_token_ids: Sequenced[int]) -> Tensor:
@@ -71,8 +68,7 @@ def distribution(logits: Tensor, params: SamplingParams) -> Tensor:
     if params.min_p > 0:
         keep &= probabilities >= params.min_p * probabilities.max()
     if 0 < params.top_k < len(logits):
-        kept = torch.where(keep, logits, -torch.inf)
-        keep &= kept >= kept.topk(params.top_k).values[-1]
+        keep &= logits >= logits.topk(params.top_k).values[-1]
     if params.top_p < 1:
         truncated = torch.where(keep, probabilities, 0.0)
         ordered, order = truncated.sort(descending=True, stable=True)
@@ -103,8 +99,10 @@ class Sampler:
         sequences = [chunk.sequence for chunk in batch.chunks if chunk.samples]
         if not sequences:
             return []
-        best = logits.argmax(-1).tolist()
-        return [self._row(logits[row], sequence, best[row]) for row, sequence in enumerate(sequences)]
+        best, ids = logits.max(-1)
+        if not best.isfinite().all():  # else they would draw tokens in silence
+            raise ValueError("the model gave logits that are not finite")
+        return [self._row(logits[row], sequence, int(ids[row])) for row, sequence in enumerate(sequences)]
 
     def _row(self, logits: Tensor, sequence: Sequence, best: int) -> list[Sample]:
         params = sequence.params

@@ -11,32 +11,12 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Sequenced
 from dataclasses import dataclass, replace
 
-from common.block_hash import BLOCK_SIZE
 from common.engine.batch import Batch, EngineLoad, Sample, ScheduledChunk, StepOutput, TokenOutput
 from common.engine.block_pool import BlockPool
 from common.engine.block_table import BlockTables
-from common.engine.sequence import FinishReason, Sequence
-from common.errors import ConfigError, KVRelayError
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """Bounds of one step and of one sequence."""
-
-    max_num_batched_tokens: int = 512
-    max_num_seqs: int = 64
-    max_model_len: int = 2048
-    eos_token_ids: tuple[int, ...] = ()
-    block_size: int = BLOCK_SIZE
-
-    def __post_init__(self) -> None:
-        # else running sequences of one token each could keep a prompt from ever being computed
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ConfigError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
-                f"max_num_seqs ({self.max_num_seqs})",
-                field="max_num_batched_tokens",
-            )
+from common.engine.limits import SchedulerConfig, finish
+from common.engine.sequence import Sequence
+from common.errors import KVRelayError
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +39,9 @@ class Scheduler:
         self.pool = pool
         self.tables = BlockTables(pool, config.block_size)
         self.running: list[Sequence] = []  # in order of arrival
-        self.waiting: deque[Sequence] = deque()  # in order of arrival
+        self.waiting: deque[Sequence] = deque()  # preempted ones first, each in order of arrival
         self.num_preemptions = 0
+        self._told_preemptions = 0  # in outputs
         self.num_reserved_blocks = 0
         self.num_reserved_forks = 0
         self._arrivals = 0
@@ -96,15 +77,17 @@ class Scheduler:
 
     def admit(self, reservation: Reservation) -> None:
         """The reserved blocks now hold their KV: they are published and the forks run, sharing them."""
+        first = reservation.forks[0]
         for fork in reservation.forks:
             self.pool.share(reservation.block_ids)
             fork.block_ids = list(reservation.block_ids)
             fork.num_computed_tokens = fork.num_tokens - 1
             fork.num_cached_tokens = reservation.num_cached_blocks * self.config.block_size
+            fork.block_hashes = first.block_hashes[: fork.num_computed_tokens // self.config.block_size]
             self.tables.extend_hashes(fork)
             self._arrive(fork)
             self.running.append(fork)
-        self.tables.publish(reservation.forks[0], 0)
+        self.tables.publish(first, 0)
         self.cancel(reservation)
 
     def cancel(self, reservation: Reservation) -> None:
@@ -236,6 +219,8 @@ class Scheduler:
         num_batched_tokens: int,
     ) -> StepOutput:
         events = self.pool.drain_events()
+        preemptions = self.num_preemptions - self._told_preemptions
+        self._told_preemptions = self.num_preemptions
         return StepOutput(
             tokens=tokens,
             parked=parked,
@@ -244,6 +229,7 @@ class Scheduler:
             stored=tuple(events.stored),
             removed=tuple(events.removed),
             num_batched_tokens=num_batched_tokens,
+            num_preemptions=preemptions,
         )
 
     # Tokens.
@@ -308,7 +294,7 @@ class Scheduler:
             sequence,
             start,
             tuple(sequence.token_ids[start:end]),
-            tuple(sequence.block_ids[: self.tables.blocks_for(end)]),
+            tuple(sequence.block_ids),
             samples=end == sequence.num_tokens,
         )
 
@@ -317,16 +303,3 @@ class Scheduler:
         self.tables.free(victim)
         self.waiting.appendleft(victim)
         self.num_preemptions += 1
-
-
-def finish(sequence: Sequence, config: SchedulerConfig) -> tuple[FinishReason | None, int | None]:
-    """Whether the last token ends its sequence, and the stop token id if one of those does; EOS is none."""
-    params, token_id = sequence.params, sequence.token_ids[-1]
-    if sequence.num_output_tokens > params.min_tokens:
-        if token_id in config.eos_token_ids and not params.ignore_eos:
-            return FinishReason.STOP, None
-        if token_id in params.stop_token_ids:
-            return FinishReason.STOP, token_id
-    if sequence.num_output_tokens >= params.max_tokens or sequence.num_tokens >= config.max_model_len:
-        return FinishReason.LENGTH, None
-    return None, None

@@ -89,7 +89,7 @@ class Sequence:
     splits into one a fork, which share their blocks.
     """
 
-    key: str  # unique in its engine
+    key: str  # of its attempt; forks share it
     token_ids: list[int]  # prompt, then output; the engine appends
     num_prompt_tokens: int
     params: SamplingParams
