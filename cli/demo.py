@@ -10,7 +10,7 @@ from cli.chat import Answer, ChatClient, Message, show
 from cli.child import Console
 from cli.cluster import run_until_signal
 from cli.up import ClusterConfig, UpConfig, make_cluster
-from common.config import EngineConfig, RouterConfig, WorkerConfig
+from common.config import Bytes, EngineConfig, RouterConfig, WorkerConfig
 from common.errors import KVRelayError
 
 SYSTEM = (
@@ -125,7 +125,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = ClusterConfig(
         up=UpConfig(),
         router=RouterConfig(model=str(model), port=0, log_level="warning"),
-        engine=EngineConfig(model=str(model)),
+        engine=EngineConfig(model=str(model), kv_cache_memory=Bytes(512 * 2**20)),
         worker=WorkerConfig(log_level="warning"),
     )
     return run_until_signal(_run(config, arguments.max_tokens))

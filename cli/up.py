@@ -100,7 +100,7 @@ def plan(config: ClusterConfig) -> Stages:
     names = [f"prefill-{index}" for index in range(up.prefill)] + [f"decode-{index}" for index in range(up.decode)]
     workers = []
     for name, threads in zip(names, divided_threads(len(names)), strict=True):
-        engine = replace(config.engine, threads=config.engine.threads or threads)
+        engine = replace(config.engine, threads=config.engine.threads or threads, workers_per_host=len(names))
         worker = replace(config.worker, worker_id="" if up.redis_namespace else name)  # two clusters may share one
         workers.append(role(name, f"{name.split('-')[0]}_svc", engine, worker, redis))
     return (*stages, tuple(workers), (role("router", "router", config.router, redis),))

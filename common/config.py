@@ -57,7 +57,13 @@ class EngineConfig:
         None, "tokens a step may compute (default: 512, on decode workers 256)", within=POSITIVE
     )
     enable_prefix_caching: bool = setting(True, "keep full blocks for later requests with the same prefix")
-    kv_cache_memory: Bytes = setting(Bytes(512 * 2**20), "size of the KV pool, such as 512Mi", within=POSITIVE)
+    kv_cache_memory: Bytes | None = setting(
+        None, "size of the KV pool, such as 512Mi (default: this worker's part of the memory)", within=POSITIVE
+    )
+    gpu_memory_utilization: float = setting(
+        0.5, "share of the memory that all workers of this host may use together", within=(0.01, 1.0)
+    )
+    workers_per_host: int = setting(1, "workers on this host, which share its memory", within=POSITIVE)
     threads: int | None = setting(
         None, "CPU threads of the step loop (default: the cores this process may use)", within=POSITIVE
     )

@@ -26,6 +26,7 @@ from common.errors import EngineFailure, RedisUnreachable
 from common.grpc_server import GrpcServer, join_address
 from common.layout import KVLayout
 from common.log import get_logger, log_event
+from common.memory import proportional_bytes
 from common.metrics import WorkerMetrics, serve_worker_http
 from common.progress import progress
 from common.redis_client import connect
@@ -119,7 +120,9 @@ def run_worker(
             service = start_service(worker)
             stop = stop_on_signals()
             async with running(worker, service, built, redis, redis_settings.redis_namespace, settings, stop) as record:
-                announce_ready(role, record.address, epoch=record.epoch, metrics=record.http_address)
+                memory = {"weights": built.weights_bytes, "pool": built.pool.num_bytes, "pss": proportional_bytes()}
+                log_event(log, logging.INFO, "memory", **{name: f"{size >> 20} MiB" for name, size in memory.items()})
+                announce_ready(role, record.address, epoch=record.epoch, metrics=record.http_address, memory=memory)
                 await stop.wait()
         return 0
 

@@ -81,7 +81,7 @@ def test_settings_reach_the_processes_that_they_are_for():
         worker=WorkerConfig(transport="shm", log_level="debug"),
     )
     (worker, _), (router,) = plan(cluster)
-    assert flags_of(worker.command, EngineConfig) == cluster.engine
+    assert flags_of(worker.command, EngineConfig) == replace(cluster.engine, workers_per_host=2)
     assert flags_of(worker.command, WorkerConfig) == replace(cluster.worker, worker_id="prefill-0")
     assert flags_of(router.command, RouterConfig) == cluster.router
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from common.engine import kv_cache
-from common.engine.kv_cache import HEADER_BYTES, HUGE_PAGE, KVPool, available_memory
+from common.engine.kv_cache import HEADER_BYTES, HUGE_PAGE, KVPool
 from common.errors import StartupError
 from common.layout import KVLayout
 
@@ -39,7 +39,7 @@ def test_blocks_are_tensors_over_the_memory(dtype: str):
     assert (len(pool.memory), pool.block_bytes) == (5 * layout.block_bytes, layout.block_bytes)
     assert (pool.blocks == 0).all()
     pool.blocks[3, 1, 0, 2, 15, 7] = 1.5
-    one = torch.tensor(1.5, dtype=getattr(torch, dtype)).view(torch.uint8).numpy().tobytes()
+    one = torch.tensor([1.5], dtype=getattr(torch, dtype)).view(torch.uint8).numpy().tobytes()
     last_of_head = 3 * layout.block_bytes + (((1 * 2 + 0) * 3 + 2) * 16 * 8 + 15 * 8 + 7) * len(one)
     assert pool.memory[last_of_head : last_of_head + len(one)] == one
     pool.close()
@@ -114,22 +114,22 @@ def test_a_reader_can_neither_write_nor_cut():
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_closing_gives_memory_and_descriptor_back(shared: bool):
-    before = set(os.listdir("/proc/self/fd"))
-    pool = make_pool(1000, shared=shared)
-    address = pool.blocks.data_ptr()
-    kept = pool.blocks[7]
+def test_closing_gives_memory_and_descriptors_back(shared: bool):
+    def mapped() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+
+    gc.collect()
+    descriptors, before = set(os.listdir("/proc/self/fd")), mapped()
+    pool = KVPool(KVLayout(8, 8, 64, "float32"), 64, shared=shared)
+    size, kept = len(pool.memory), pool.blocks[7]
     pool.close()
     pool.close()
-    assert (kept == 0).all()  # a view that is still in use keeps its memory
+    assert (kept == 0).all()  # a view that is still in use keeps the memory
+    assert mapped() - before >= size
     del kept
     gc.collect()
-    assert set(os.listdir("/proc/self/fd")) == before
-    starts = [int(line.split("-")[0], 16) for line in Path("/proc/self/maps").read_text().splitlines()]
-    ends = [int(line.split("-")[1].split()[0], 16) for line in Path("/proc/self/maps").read_text().splitlines()]
-    inside = [(start, end) for start, end in zip(starts, ends, strict=True) if start <= address < end]
-    assert all("memfd" not in line for line in Path("/proc/self/maps").read_text().splitlines())
-    assert shared or all(end - start < 1000 * LAYOUT.block_bytes for start, end in inside)
+    assert set(os.listdir("/proc/self/fd")) <= descriptors
+    assert mapped() - before < size / 2
 
 
 def test_nothing_is_left_after_a_kill():
@@ -147,6 +147,7 @@ def test_nothing_is_left_after_a_kill():
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("num_blocks", [2**40, 2**60])
 def test_a_pool_beyond_memory_is_refused_before_it_is_taken(num_blocks: int, shared: bool):
+    gc.collect()
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(StartupError, match="MiB of memory are available") as caught:
         make_pool(num_blocks, shared=shared)
@@ -156,6 +157,7 @@ def test_a_pool_beyond_memory_is_refused_before_it_is_taken(num_blocks: int, sha
 
 def test_what_the_kernel_refuses_is_one_error_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(kv_cache, "available_memory", lambda: 2**80)
+    gc.collect()
     before = set(os.listdir("/proc/self/fd"))
     for shared in (True, False):
         with pytest.raises(StartupError, match="no memory for a KV pool"):
@@ -167,19 +169,3 @@ def test_what_the_kernel_refuses_is_one_error_and_leaves_nothing(monkeypatch: py
 def test_an_empty_pool_is_refused(num_blocks: int):
     with pytest.raises(StartupError, match="at least one block"):
         make_pool(num_blocks)
-
-
-@pytest.mark.parametrize(
-    ("limit", "used", "inactive", "expected"),
-    [("1000", 300, 0, 700), ("1000", 300, 200, 900), ("max", 300, 0, 5000), ("100", 300, 50, 0), ("9000", 0, 0, 5000)],
-)
-def test_a_control_groups_limit_counts(limit: str, used: int, inactive: int, expected: int, tmp_path: Path):
-    (tmp_path / "memory.max").write_text(f"{limit}\n")
-    (tmp_path / "memory.current").write_text(f"{used}\n")
-    (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {inactive}\n")
-    assert min(5000, kv_cache._group_available(tmp_path, 5000)) == expected
-
-
-def test_available_memory_is_below_the_machines():
-    total = kv_cache._meminfo("MemTotal")
-    assert 0 < available_memory() < total

@@ -18,9 +18,19 @@ from common.engine.scheduler import Scheduler
 from common.engine.sequence import SamplingParams, Sequence
 from common.errors import ConfigError
 from common.layout import KVLayout
+from common.memory import (
+    MemoryPlan,
+    available_memory,
+    choose_num_blocks,
+    memory_limit,
+    peak_resident_bytes,
+    reset_peak,
+    resident_bytes,
+)
 from common.model.config import ModelConfig, load_config, load_generation, model_name
 from common.model.decoder import Decoder
 from common.model.fingerprint import fingerprint, model_fingerprint
+from common.model.tensor_files import SafetensorsReader
 from common.model.weights import load_weights
 from common.ops import choose_ops
 
@@ -36,6 +46,7 @@ class BuiltEngine:
     model: ModelConfig
     layout: KVLayout
     name: str
+    weights_bytes: int
     model_revision: str
     fingerprint: str
 
@@ -59,13 +70,32 @@ def build_engine(
         max_model_len=min(settings.max_model_len or model.max_position_embeddings, model.max_position_embeddings),
         eos_token_ids=generation.eos_token_ids,
     )
-    num_blocks = settings.kv_cache_memory // layout.block_bytes
-    check_limits(settings, model, config.max_model_len, layout, num_blocks)
+    check_context(settings, model)
+    longest = -(-config.max_model_len // layout.block_size)
+    if settings.kv_cache_memory is not None:  # what is wrong with it is said before the weights are read
+        num_blocks = choose_num_blocks(
+            settings.kv_cache_memory, block_bytes=layout.block_bytes, longest=longest, field="kv_cache_memory"
+        )
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     revision = model_fingerprint(directory)
-    decoder = Decoder(model, load_weights(directory, model, dtype, progress=progress), choose_ops())
-    warm_up(decoder, layout, min(config.max_num_batched_tokens, config.max_model_len))
+    weights = load_weights(SafetensorsReader(directory), model, dtype, progress=progress)
+    decoder = Decoder(model, weights, choose_ops())
+    working = warm_up(decoder, layout, min(config.max_num_batched_tokens, config.max_model_len))
+    if settings.kv_cache_memory is None:
+        plan = MemoryPlan(
+            limit=memory_limit(),
+            available=available_memory(),
+            utilization=settings.gpu_memory_utilization,
+            workers=settings.workers_per_host,
+            weights=weights.num_bytes,
+            shared_weights=dtype == model.dtype,
+            working=working,
+        )
+        num_blocks = choose_num_blocks(
+            plan.pool_bytes(), block_bytes=layout.block_bytes, longest=longest, field="max_model_len"
+        )
+        num_blocks = min(num_blocks, longest * config.max_num_seqs)  # more would be of no use
     pool = KVPool(layout, num_blocks, shared=shared_pool)
     blocks = BlockPool(num_blocks, enable_caching=settings.enable_prefix_caching)
     engine = Engine(Scheduler(config, blocks), Runner(decoder, pool), Sampler(generation.eos_token_ids), clock)
@@ -75,35 +105,36 @@ def build_engine(
         model=model,
         layout=layout,
         name=model_name(directory),
+        weights_bytes=weights.num_bytes,
         model_revision=revision,
         fingerprint=fingerprint(revision, dtype=dtype, kv_dtype=layout.dtype, layout_id=layout.layout_id),
     )
 
 
-def warm_up(decoder: Decoder, layout: KVLayout, num_tokens: int) -> None:
-    """One real step of the largest size, on blocks of its own: the first request should not pay for it."""
+def warm_up(decoder: Decoder, layout: KVLayout, num_tokens: int) -> int:
+    """Two real steps on blocks of their own, so that the first request need not pay for it: a small one, which
+    brings the weights in, and the largest. Returns the memory that the largest took, bytes.
+    """
     blocks = tuple(range(-(-num_tokens // layout.block_size)))
     pool = KVPool(layout, len(blocks), shared=False)
-    tokens = [0] * num_tokens
-    sequence = Sequence("warm-up", tokens, num_tokens, SamplingParams())
-    Runner(decoder, pool).forward(Batch((ScheduledChunk(sequence, 0, tuple(tokens), blocks, samples=True),)))
+    runner = Runner(decoder, pool)
+
+    def step(count: int) -> None:
+        sequence = Sequence("warm-up", [0] * count, count, SamplingParams())
+        runner.forward(Batch((ScheduledChunk(sequence, 0, (0,) * count, blocks, samples=True),)))
+
+    step(1)
+    before = resident_bytes()
+    reset_peak()
+    step(num_tokens)
     pool.close()
+    return max(0, peak_resident_bytes() - before)
 
 
-def check_limits(
-    settings: EngineConfig, model: ModelConfig, max_model_len: int, layout: KVLayout, num_blocks: int
-) -> None:
-    """Raises ConfigError for settings that could never serve one sequence of the longest kind."""
+def check_context(settings: EngineConfig, model: ModelConfig) -> None:
+    """Raises ConfigError for a context that the model was not made for."""
     if settings.max_model_len and settings.max_model_len > model.max_position_embeddings:
         raise ConfigError(
             f"max_model_len is {settings.max_model_len}, the model was made for {model.max_position_embeddings}",
             field="max_model_len",
-        )
-    needed = -(-max_model_len // layout.block_size)
-    if num_blocks < needed:
-        raise ConfigError(
-            f"kv_cache_memory ({settings.kv_cache_memory} bytes) has room for {num_blocks * layout.block_size} tokens; "
-            f"one sequence of {max_model_len} takes {needed * layout.block_bytes} bytes: "
-            "raise kv_cache_memory or lower max_model_len",
-            field="kv_cache_memory",
         )

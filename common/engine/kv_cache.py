@@ -7,12 +7,12 @@ import mmap
 import os
 import secrets
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 
 from common.errors import StartupError
 from common.layout import KVLayout
+from common.memory import available_memory
 
 HEADER_BYTES = 4096  # in front of a shared pool's blocks
 NONCE_BYTES = 32  # at the very start of the header
@@ -73,6 +73,10 @@ class KVPool:
             memory.madvise(mmap.MADV_HUGEPAGE)
         return memory, offset
 
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
     def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copies (source, destination) blocks, one after the other."""
         for source, destination in pairs:
@@ -98,38 +102,3 @@ def _prefault(memory: mmap.mmap, offset: int, size: int) -> None:
     except OSError:  # an older kernel: touch each page
         for at in range(offset, offset + size, mmap.PAGESIZE):
             memory[at] = 0
-
-
-def available_memory() -> int:
-    """Bytes that this process can still take: the machine's, or its control group's where that is less."""
-    available = _meminfo("MemAvailable")
-    try:
-        entry = next(line for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::"))
-    except (OSError, StopIteration):
-        return available
-    root = Path("/sys/fs/cgroup")
-    group = root / entry[3:].lstrip("/")
-    for directory in (group, *group.parents):
-        if directory.is_relative_to(root):
-            available = min(available, _group_available(directory, available))
-    return available
-
-
-def _meminfo(name: str) -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise StartupError(f"/proc/meminfo has no {name}")
-
-
-def _group_available(directory: Path, unlimited: int) -> int:
-    """What a control group (version 2) leaves; file pages that are not in use can be had back."""
-    try:
-        limit = (directory / "memory.max").read_text().strip()
-        if limit == "max":
-            return unlimited
-        used = int((directory / "memory.current").read_text())
-        stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
-    except OSError:  # the root group, or not mounted
-        return unlimited
-    return max(0, int(limit) - used + int(stat.get("inactive_file", "0")))
