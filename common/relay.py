@@ -5,17 +5,24 @@ Submits and aborts arrive in the order they were sent. When the stream breaks, a
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from common.convert import error_to_proto
-from common.errors import EpochMismatch, FingerprintMismatch, KVRelayError, StaleAttempt
+from common.errors import EpochMismatch, FingerprintMismatch, InvalidRequest, KVRelayError, StaleAttempt
 from common.log import get_logger, log_event
 from common.rpc import types_pb2
 from common.tasks import end
 
 log = get_logger("relay")
+MAX_REQUEST_ID = 512  # characters; a KV handle takes no more
+
+
+class Context(Protocol):
+    """What a relay needs of its RPC."""
+
+    async def write(self, event: Any) -> None: ...
 
 
 class Session:
@@ -24,25 +31,27 @@ class Session:
     def __init__(self, event_type: Callable[..., Any]) -> None:
         self.router_id = ""
         self.event_type = event_type
-        self.outgoing: asyncio.Queue[Any] = asyncio.Queue()
+        self.outgoing: asyncio.Queue[Any] = asyncio.Queue()  # None: no more commands come
+        self.tasks: set[asyncio.Task[None]] = set()  # of its attempts
 
     def send(self, **event: Any) -> None:
         """Queues one event, named by its field: send(accepted=...). Never blocks."""
         self.outgoing.put_nowait(self.event_type(**event))
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Attempt:
     number: int
-    key: str
+    key: str  # names its sequences in the engine
     task: asyncio.Task[None]
 
 
 class RelayServer:
-    """Runs `serve(command, session)` for each submission; it ends when the attempt has.
+    """Runs `serve(command, session, key)` for each submission; it ends when the attempt has.
 
     `serve` leaves nothing behind, however it ends: the server cancels it on an abort, on a newer
-    attempt (which begins only after that), and when the stream breaks.
+    attempt (which begins only after that), and when the stream breaks. `abort_forks(key, forks)`
+    tells whether any fork of the attempt is left; without any it is over.
     """
 
     def __init__(
@@ -51,8 +60,8 @@ class RelayServer:
         epoch: int,
         fingerprint: str,
         event_type: Callable[..., Any],
-        serve: Callable[[Any, Session], Awaitable[None]],
-        abort_forks: Callable[[str, list[int]], None],
+        serve: Callable[[Any, Session, str], Awaitable[None]],
+        abort_forks: Callable[[str, list[int]], bool],
         load: Callable[[], types_pb2.Load],
         heartbeat_s: float,
     ) -> None:
@@ -63,105 +72,106 @@ class RelayServer:
         self._abort_forks = abort_forks
         self._load = load
         self._heartbeat_s = heartbeat_s
-        self._attempts: dict[tuple[str, str], Attempt] = {}
+        # Attempts of a router's request, the newest last; all before it are on their way out.
+        self._attempts: dict[tuple[str, str], list[Attempt]] = {}
 
     @property
     def num_attempts(self) -> int:
-        return len(self._attempts)
+        """Attempts that have not ended yet."""
+        return sum(map(len, self._attempts.values()))
 
-    async def Relay(self, commands: AsyncIterator[Any], context: object) -> AsyncIterator[Any]:
+    async def Relay(self, commands: AsyncIterator[Any], context: Context) -> None:
         """The RPC: commands in, events out, each with the load; a heartbeat when there is nothing else."""
         session = Session(self._event_type)
         session.send(welcome=types_pb2.Welcome(epoch=self.epoch, fingerprint=self.fingerprint))
-        tasks: set[asyncio.Task[None]] = set()
-        reader = asyncio.create_task(self._read(commands, session, tasks))
-        reader.add_done_callback(lambda _: session.outgoing.put_nowait(None))
+        reader = asyncio.create_task(self._read(commands, session))
         try:
-            while True:
-                try:
-                    async with asyncio.timeout(self._heartbeat_s):
-                        event = await session.outgoing.get()
-                except TimeoutError:
-                    event = self._event_type()
-                if event is None:
-                    return
+            while (event := await self._next(session)) is not None:
                 event.load.CopyFrom(self._load())
-                yield event
+                await context.write(event)
         finally:
-            await end(reader)
-            await end(*tasks)
+            await end(reader, *session.tasks)
 
-    async def _read(self, commands: AsyncIterator[Any], session: Session, tasks: set[asyncio.Task[None]]) -> None:
-        async for command in commands:
-            kind = command.WhichOneof("command")
-            if kind == "hello":
-                session.router_id = command.hello.router_id
-            elif kind == "submit":
-                task = self._submit(command.submit, session)
-                if task is not None:
-                    tasks.add(task)
-                    task.add_done_callback(tasks.discard)
-            elif kind == "abort":
-                self._abort(command.abort, session)
+    async def _next(self, session: Session) -> Any:
+        try:
+            async with asyncio.timeout(self._heartbeat_s):
+                return await session.outgoing.get()
+        except TimeoutError:
+            return self._event_type()
 
-    def _submit(self, command: Any, session: Session) -> asyncio.Task[None] | None:
-        submission = submission_of(command)
-        owner = (session.router_id, submission.key.request_id)
-        number = submission.key.attempt
-        current = self._attempts.get(owner)
-        if current is not None and number <= current.number:
-            if number < current.number:
-                error = StaleAttempt(f"attempt {number} came after attempt {current.number}")
-                session.send(failed=types_pb2.Failed(key=submission.key, error=error_to_proto(error)))
-            return None
-        previous = current.task if current else None
-        task = asyncio.create_task(self._run(command, session, previous))
+    async def _read(self, commands: AsyncIterator[Any], session: Session) -> None:
+        try:
+            async for command in commands:
+                kind = command.WhichOneof("command")
+                if kind == "hello":
+                    session.router_id = session.router_id or command.hello.router_id
+                elif kind == "submit":
+                    self._submit(command.submit, session)
+                elif kind == "abort":
+                    self._abort(command.abort, session)
+        except Exception as error:
+            log_event(log, logging.ERROR, "stream can't be read", exc_info=error)
+        finally:
+            session.outgoing.put_nowait(None)
+
+    def _submit(self, command: Any, session: Session) -> None:
+        key = submission_of(command).key
+        owner = (session.router_id, key.request_id)
+        older = self._attempts.get(owner, [])
+        if older and key.attempt <= older[-1].number:
+            if key.attempt < older[-1].number:
+                self._fail(key, session, StaleAttempt(f"attempt {key.attempt} came after attempt {older[-1].number}"))
+            return
+        leaving = [attempt.task for attempt in older]
+        for task in leaving:
+            task.cancel()
+        name = f"{session.router_id}/{key.request_id}/{key.attempt}"
+        task = asyncio.create_task(self._run(command, session, name, leaving))
+        self._attempts[owner] = [*older, Attempt(key.attempt, name, task)]
+        session.tasks.add(task)
+        task.add_done_callback(session.tasks.discard)
         task.add_done_callback(lambda task: self._end(owner, task))
-        self._attempts[owner] = Attempt(number, attempt_key(command, session), task)
-        return task
 
     def _end(self, owner: tuple[str, str], task: asyncio.Task[None]) -> None:
-        attempt = self._attempts.get(owner)
-        if attempt is not None and attempt.task is task:
-            del self._attempts[owner]
+        left = [attempt for attempt in self._attempts.pop(owner) if attempt.task is not task]
+        if left:
+            self._attempts[owner] = left
 
     def _abort(self, abort: types_pb2.Abort, session: Session) -> None:
-        attempt = self._attempts.get((session.router_id, abort.key.request_id))
-        if attempt is None or attempt.number != abort.key.attempt:
+        attempts = self._attempts.get((session.router_id, abort.key.request_id))
+        if not attempts or attempts[-1].number != abort.key.attempt:
             return  # late
-        if abort.forks:
-            self._abort_forks(attempt.key, list(abort.forks))
-        else:
-            attempt.task.cancel()
+        newest = attempts[-1]
+        if not abort.forks or not self._abort_forks(newest.key, list(abort.forks)):
+            newest.task.cancel()
 
-    async def _run(self, command: Any, session: Session, previous: asyncio.Task[None] | None) -> None:
-        key = submission_of(command).key
+    async def _run(self, command: Any, session: Session, name: str, leaving: Sequence[asyncio.Task[None]]) -> None:
+        submission = submission_of(command)
         try:
-            if previous is not None:
-                previous.cancel()
-                await asyncio.wait({previous})
-            self._check(submission_of(command))
-            await self._serve(command, session)
+            if leaving:
+                await asyncio.wait(leaving)
+            self._check(submission, session)
+            await self._serve(command, session, name)
         except KVRelayError as error:
-            session.send(failed=types_pb2.Failed(key=key, error=error_to_proto(error)))
+            self._fail(submission.key, session, error)
         except Exception as error:
             log_event(log, logging.ERROR, "attempt failed", exc_info=error)
-            internal = KVRelayError(f"internal error: {type(error).__name__}")
-            session.send(failed=types_pb2.Failed(key=key, error=error_to_proto(internal)))
+            self._fail(submission.key, session, KVRelayError(f"internal error: {type(error).__name__}"))
 
-    def _check(self, submission: types_pb2.Submission) -> None:
+    def _fail(self, key: types_pb2.AttemptKey, session: Session, error: KVRelayError) -> None:
+        session.send(failed=types_pb2.Failed(key=key, error=error_to_proto(error)))
+
+    def _check(self, submission: types_pb2.Submission, session: Session) -> None:
+        if not session.router_id:
+            raise InvalidRequest("a stream begins with hello and the router's id", field="hello")
         if submission.epoch != self.epoch:
-            raise EpochMismatch("the submission is meant for an earlier start of this worker")
+            raise EpochMismatch("the submission is meant for an earlier start of this worker", field="epoch")
         if submission.fingerprint != self.fingerprint:
-            raise FingerprintMismatch("the router takes this worker for one of another model")
+            raise FingerprintMismatch("the router takes this worker for one of another model", field="fingerprint")
+        if not 0 < len(submission.key.request_id) <= MAX_REQUEST_ID:
+            raise InvalidRequest(f"request_id must have 1 to {MAX_REQUEST_ID} characters", field="request_id")
 
 
 def submission_of(command: Any) -> types_pb2.Submission:
     """The submission in a prefill or decode submit."""
     return command if isinstance(command, types_pb2.Submission) else command.submission
-
-
-def attempt_key(command: Any, session: Session) -> str:
-    """Names an attempt's sequences in the engine."""
-    key = submission_of(command).key
-    return f"{session.router_id}/{key.request_id}/{key.attempt}"

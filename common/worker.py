@@ -22,8 +22,8 @@ from common.engine.build import BuiltEngine, build_engine
 from common.engine.engine import Engine
 from common.engine.kv_cache import KVPool
 from common.engine.loop import EngineLoop
-from common.errors import EngineFailure, RedisUnreachable
-from common.grpc_server import GrpcServer, join_address
+from common.errors import ConfigError, EngineFailure, RedisUnreachable
+from common.grpc_server import GrpcServer, is_address, join_address
 from common.layout import KVLayout
 from common.log import get_logger, log_event
 from common.memory import proportional_bytes
@@ -100,6 +100,8 @@ def run_worker(
         settings = from_arguments(WorkerConfig, arguments)
         redis_settings = from_arguments(RedisConfig, arguments)
         deadlines = Deadlines().scaled(settings.deadline_scale)
+        if settings.advertise and not is_address(settings.advertise):
+            raise ConfigError(f"--advertise must be host:port, got {settings.advertise!r}", field="advertise")
         async with AsyncExitStack() as stack:
             redis = await connect(redis_settings.redis_url, deadlines)
             stack.push_async_callback(redis.aclose)

@@ -29,12 +29,6 @@ class Admission:
     def num_waiting(self) -> int:
         return len(self._waiters)
 
-    @property
-    def waiting_blocks(self) -> int:
-        """Blocks that the waiting submissions would take, cached or not."""
-        size = self._engine.config.block_size
-        return sum(-(-waiter.forks[0].num_tokens // size) for waiter in self._waiters)
-
     @asynccontextmanager
     async def reserved(self, forks: Sequenced[Sequence]) -> AsyncIterator[Reservation]:
         """Blocks for the forks' common tokens, to be filled in the body: afterwards the forks run.

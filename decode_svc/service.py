@@ -1,14 +1,14 @@
 """Step 6 of a request: blocks for it, its KV from the holder, the holder's word, and then its tokens."""
 
 import asyncio
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Sequenced
+from dataclasses import dataclass
 
 from common.convert import load_to_proto, token_to_proto
 from common.engine.batch import StepOutput
 from common.engine.sequence import Sequence
 from common.errors import HandoverError, InvalidRequest, RequestTimeout
-from common.relay import RelayServer, Session, attempt_key
+from common.relay import RelayServer, Session
 from common.rpc import decode_pb2, decode_pb2_grpc, types_pb2
 from common.submission import sequences_of
 from common.worker import Worker
@@ -24,9 +24,8 @@ class Decoding:
     key: str
     request: types_pb2.Submission
     session: Session
-    live: set[int]
+    live: set[int]  # forks that are neither finished nor aborted
     done: asyncio.Future[None]
-    dropped: set[int] = field(default_factory=set)  # forks aborted, perhaps before they run
     answering: bool = False
 
 
@@ -61,10 +60,9 @@ class DecodeService:
         """Lets go of all holders; the streams have ended."""
         await self._reader.close()
 
-    async def serve(self, command: decode_pb2.DecodeSubmission, session: Session) -> None:
+    async def serve(self, command: decode_pb2.DecodeSubmission, session: Session, key: str) -> None:
         """One attempt until its last token; whatever ends it, engine, pool and holder forget it."""
         submission = command.submission
-        key = attempt_key(command, session)
         sequences = sequences_of(
             submission,
             key=key,
@@ -72,14 +70,17 @@ class DecodeService:
             model_revision=self.info.model_revision,
             vocab_size=self.info.vocab_size,
         )
+        handle = KVHandle.from_proto(command.handle) if command.HasField("handle") else None
+        if handle is not None:
+            _check_fit(handle, sequences)
         live = {fork.index for fork in submission.forks}
         attempt = Decoding(key, submission, session, live, asyncio.get_running_loop().create_future())
         self._attempts[key] = attempt
         try:
             session.send(accepted=types_pb2.Accepted(key=submission.key))
             async with asyncio.timeout(self._deadlines.request_s):
-                if command.HasField("handle"):
-                    await self._admit(attempt, KVHandle.from_proto(command.handle), sequences)
+                if handle is not None:
+                    await self._admit(attempt, handle, sequences)
                 else:
                     for sequence in sequences:
                         self.engine.add(sequence)
@@ -94,8 +95,6 @@ class DecodeService:
     async def _admit(self, attempt: Decoding, handle: KVHandle, sequences: list[Sequence]) -> None:
         """Brings the KV here and lets the forks run on it. Raises HandoverError with nothing kept."""
         forks = [fork for sequence in sequences for fork in map(sequence.split, sequence.forks)]
-        if any(fork.num_tokens - 1 != handle.num_tokens for fork in forks):
-            raise InvalidRequest(f"the handle is for {handle.num_tokens} tokens, the forks need others", field="handle")
         arrived = self._clock()
         try:
             async with self._reader.claimed(handle) as claim, self.admission.reserved(forks) as reservation:
@@ -117,22 +116,16 @@ class DecodeService:
             transport=stats.transport,
         )
         attempt.session.send(admitted=admitted)
-        if attempt.dropped:
-            self.engine.abort(attempt.key, attempt.dropped)
+        self.engine.abort(attempt.key, [fork.forks[0] for fork in forks if fork.forks[0] not in attempt.live])
 
-    def abort_forks(self, key: str, forks: list[int]) -> None:
-        """The router wants no more of some forks; without any left the attempt is over."""
+    def abort_forks(self, key: str, forks: list[int]) -> bool:
+        """The router wants no more of some forks; False: none is left."""
         attempt = self._attempts.get(key)
         if attempt is None:
-            return
-        attempt.dropped.update(forks)
-        self.engine.abort(key, forks)
-        self._end_forks(attempt, forks)
-
-    def _end_forks(self, attempt: Decoding, forks: Iterable[int]) -> None:
+            return True  # it has not begun
         attempt.live.difference_update(forks)
-        if not attempt.live and not attempt.done.done():
-            attempt.done.set_result(None)
+        self.engine.abort(key, forks)
+        return bool(attempt.live)
 
     def on_output(self, output: StepOutput) -> None:
         """One step's tokens, as one message to each router, and room for those who wait."""
@@ -152,7 +145,9 @@ class DecodeService:
                 self._add_timings(message, token.sequence)
                 attempt.answering = True
             if token.finish_reason is not None:
-                self._end_forks(attempt, (token.fork,))
+                attempt.live.discard(token.fork)
+                if not attempt.live and not attempt.done.done():
+                    attempt.done.set_result(None)
         for session, step in steps.items():
             session.send(step=step)
         for sequence, error in output.failed:
@@ -172,3 +167,11 @@ class DecodeService:
         message = load_to_proto(load, reserved_blocks=load.reserved_blocks)
         message.waiting += self.admission.num_waiting
         return message
+
+
+def _check_fit(handle: KVHandle, sequences: Sequenced[Sequence]) -> None:
+    """The handle's KV has to be that of all tokens but the last one, for every fork. Raises InvalidRequest."""
+    if any(sequence.num_tokens - 1 != handle.num_tokens for sequence in sequences):
+        raise InvalidRequest(f"the handle is for {handle.num_tokens} tokens, the forks need others", field="handle")
+    if any(sequence.token_ids[:-1] != sequences[0].token_ids[:-1] for sequence in sequences[1:]):
+        raise InvalidRequest("forks on one handle may differ in their last token only", field="forks")

@@ -98,11 +98,11 @@ class Claim:
         if not held:
             raise KVExpired("the lease ended before the copy did")
 
-    async def renew(self) -> None:
-        """Renews once; the first time claims the handle."""
+    async def renew(self, block_ids: Sequence[int] = ()) -> None:
+        """Renews once; the first time, with the blocks to be read, claims the handle."""
         asked_at = self._clock()
         try:
-            self._lease_s = await self._connection.client.renew(*self._identity)
+            self._lease_s = await self._connection.client.renew(*self._identity, block_ids)
         except HandoverError as error:  # a refusal: there is nothing to release
             self._answered = True
             self._void = error

@@ -1,7 +1,7 @@
 """Calls to one holder. What the holder refuses and what breaks on the way are raised as typed errors."""
 
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -33,9 +33,9 @@ class HolderClient:
         request = kv_pb2.ProveRequest(epoch=epoch, transport=transport, proof=proof)
         await self._call(self._stub.Prove, request, self._deadlines.rpc_s)
 
-    async def renew(self, handle_id: bytes, epoch: int, reader_id: int) -> float:
-        """The length of the lease that starts with this answer, seconds."""
-        request = kv_pb2.RenewRequest(handle_id=handle_id, epoch=epoch, reader_id=reader_id)
+    async def renew(self, handle_id: bytes, epoch: int, reader_id: int, block_ids: Sequence[int] = ()) -> float:
+        """The length of the lease that starts with this answer, seconds. A claim names the blocks to be read."""
+        request = kv_pb2.RenewRequest(handle_id=handle_id, epoch=epoch, reader_id=reader_id, block_ids=block_ids)
         reply = await self._call(self._stub.Renew, request, self._deadlines.rpc_s)
         if not (math.isfinite(reply.lease_s) and reply.lease_s > 0):
             raise HandoverError(f"holder {self._address} answered a lease of {reply.lease_s} s", field="lease_s")
@@ -53,11 +53,10 @@ class HolderClient:
     async def _call(self, method: Callable[..., Awaitable[Any]], request: Any, timeout_s: float) -> Any:
         try:
             reply = await method(request, timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:  # the latter: the channel is closed
             name = type(request).__name__.removesuffix("Request")
-            raise WorkerLost(
-                f"holder {self._address}: {name} failed: {error.code().name}: {error.details()}"
-            ) from error
+            reason = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.aio.AioRpcError) else error
+            raise WorkerLost(f"holder {self._address}: {name} failed: {reason}") from error
         if reply.HasField("error"):
             raise error_from_proto(reply.error)
         return reply

@@ -1,15 +1,14 @@
 """The handle that names blocks under a lease; it travels from prefill through the router to decode."""
 
 import math
-import re
 from dataclasses import dataclass, field
 
 from common.block_hash import BLOCK_SIZE
 from common.errors import HandoverError
+from common.grpc_server import is_address
 from common.rpc import kv_pb2, types_pb2
 from kvtransfer.lease import HANDLE_ID_BYTES
 
-ADDRESS = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[^\s/:\[\]]+):([0-9]{1,5})")  # host:port, IPv6 in brackets
 MAX_NAME = 512  # characters of a fingerprint, a layout id or a request id
 
 
@@ -33,8 +32,7 @@ class KVHandle:
 
     def __post_init__(self) -> None:
         _check(len(self.id) == HANDLE_ID_BYTES, "id", f"must have {HANDLE_ID_BYTES} bytes, got {len(self.id)}")
-        address = ADDRESS.fullmatch(self.address)
-        _check(address is not None and 0 < int(address[1]) < 2**16, "address", f"{self.address!r} is not host:port")
+        _check(is_address(self.address), "address", f"{self.address!r} is not host:port")
         _check(0 < self.epoch < 2**64, "epoch", f"must be in [1, 2^64), got {self.epoch}")
         for name in ("fingerprint", "layout_id", "request_id"):
             length = len(getattr(self, name))

@@ -86,7 +86,7 @@ class KVHolder(kv_pb2_grpc.KVServicer):
 
     async def Renew(self, request: kv_pb2.RenewRequest, context: Any) -> kv_pb2.RenewReply:
         try:
-            lease_s = self._table.renew(request.handle_id, request.epoch, request.reader_id)
+            lease_s = self._table.renew(request.handle_id, request.epoch, request.reader_id, request.block_ids)
         except KVRelayError as error:
             return kv_pb2.RenewReply(error=error_to_proto(error))
         return kv_pb2.RenewReply(lease_s=lease_s)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from common.deadlines import Deadlines
-from common.errors import Draining, EpochMismatch, HandleTaken, KVExpired
+from common.errors import Draining, EpochMismatch, HandleTaken, HandoverError, KVExpired
 
 HANDLE_ID_BYTES = 16
 ROUTER = 0  # the reader id of the router, which renews and releases but never reads
@@ -84,14 +84,19 @@ class LeaseTable:
         self.num_granted += 1
         return lease
 
-    def renew(self, handle_id: bytes, epoch: int, reader_id: int) -> float:
-        """Starts the lease anew and returns its length; a reader's first renewal claims the handle."""
+    def renew(self, handle_id: bytes, epoch: int, reader_id: int, block_ids: Sequence[int] = ()) -> float:
+        """Starts the lease anew and returns its length; a reader's first renewal claims the handle.
+
+        Blocks, where some are named, must be the lease's: a handle opens no others.
+        """
         self._check_epoch(epoch)
         now = self._expire_due()
         lease = self._held.get(handle_id)
         if lease is None:
             raise KVExpired("the lease has ended, or this handle is unknown")
         owner = _owner(lease.reader_id, reader_id)
+        if block_ids and tuple(block_ids) != lease.block_ids:
+            raise HandoverError("the lease is on other blocks than these", field="block_ids")
         del self._held[handle_id]
         self._held[handle_id] = replace(lease, reader_id=owner, ends_at=now + self.lease_s)
         return self.lease_s

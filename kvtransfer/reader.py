@@ -77,7 +77,7 @@ class KVReader:
             self.num_claims += 1
             try:
                 try:
-                    await claim.renew()
+                    await claim.renew(handle.block_ids)
                 except WorkerLost as error:  # the holder, not the worker that reads
                     raise HandoverError(error.message) from error
                 claim.keep_renewing()

@@ -7,7 +7,7 @@ from common.convert import load_to_proto, token_to_proto
 from common.engine.batch import StepOutput, TokenOutput
 from common.engine.sequence import Sequence
 from common.errors import InvalidRequest, KVRelayError, RequestTimeout
-from common.relay import RelayServer, Session, attempt_key
+from common.relay import RelayServer, Session
 from common.rpc import kv_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
 from common.submission import sequences_of
 from common.tasks import end
@@ -54,7 +54,7 @@ class PrefillService:
             fingerprint=self.info.fingerprint,
             event_type=prefill_pb2.PrefillEvent,
             serve=self.serve,
-            abort_forks=lambda key, forks: None,  # forks have no sequence of their own here yet
+            abort_forks=lambda key, forks: True,  # forks have no sequence of their own here yet
             load=self.load,
             heartbeat_s=self._deadlines.heartbeat_s,
         )
@@ -71,9 +71,8 @@ class PrefillService:
         await end(self._expiry)
         self.leases.close()
 
-    async def serve(self, submission: types_pb2.Submission, session: Session) -> None:
+    async def serve(self, submission: types_pb2.Submission, session: Session, key: str) -> None:
         """One attempt, from its tokens to FirstTokens; whatever ends it, the engine and the pool forget it."""
-        key = attempt_key(submission, session)
         sequence, *others = sequences_of(
             submission,
             key=key,

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 from aiohttp import web
 
@@ -16,7 +15,7 @@ from common.deadlines import Deadlines
 from common.errors import AddressInUse, ConfigError
 from common.grpc_server import join_address
 from common.metrics import RouterMetrics
-from common.model.config import load_config, model_name
+from common.model.opening import open_model
 from common.redis_client import connect
 from common.registry import Registry
 from common.role import announce_ready, run_role, stop_on_signals
@@ -33,13 +32,13 @@ async def run(arguments: argparse.Namespace) -> int:
     settings = from_arguments(RouterConfig, arguments)
     redis_settings = from_arguments(RedisConfig, arguments)
     deadlines = Deadlines().scaled(settings.deadline_scale)
-    directory = Path(settings.model)
-    longest = load_config(directory).max_position_embeddings
+    source = await asyncio.to_thread(open_model, settings, weights=False)
+    text = await asyncio.to_thread(TextModel.load, source)
+    longest = text.config.max_position_embeddings
     max_model_len = settings.max_model_len or longest
     if max_model_len > longest:
         raise ConfigError(f"max_model_len is {max_model_len}, the model was made for {longest}", field="max_model_len")
-    text = TextModel.load(directory)
-    name = settings.served_model_name or model_name(directory)
+    name = settings.served_model_name or source.name
     metrics = RouterMetrics(name)
     namespace = redis_settings.redis_namespace
     async with AsyncExitStack() as stack:
@@ -50,7 +49,6 @@ async def run(arguments: argparse.Namespace) -> int:
         workers = Workers(registry, index, secrets.token_hex(8), deadlines, time.monotonic, metrics)
         pipeline = Pipeline(workers, text, metrics, deadlines, time.monotonic)
         stack.push_async_callback(workers.close)
-        stack.push_async_callback(pipeline.close)
         stack.push_async_callback(end, asyncio.create_task(workers.run()), asyncio.create_task(index.run()))
         app = build_app(
             pipeline,

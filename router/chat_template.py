@@ -73,14 +73,3 @@ class ChatTemplate:
         except REFUSALS as error:
             reason = str(error)[:MAX_REASON_CHARS] or type(error).__name__
             raise InvalidRequest(f"the chat template refuses these messages: {reason}", field="messages") from error
-
-
-def template_source(tokenizer_config: Mapping[str, Any]) -> str | None:
-    """The template in tokenizer_config.json, the default one of several; there may be none. Raises ModelError."""
-    source = tokenizer_config.get("chat_template")
-    if isinstance(source, list):
-        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        source = named.get("default")
-    if source is None or isinstance(source, str):
-        return source
-    raise ModelError("chat_template must be a string or a list of named ones", field="chat_template")

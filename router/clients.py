@@ -17,6 +17,7 @@ from common.registry import WorkerRecord
 from common.rpc import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
 from common.tasks import end
 from kvtransfer.client import HolderClient
+from kvtransfer.lease import ROUTER
 
 log = get_logger("clients")
 RETRY_S = 0.1  # first pause before a broken stream is opened again; doubles up to heartbeat_s
@@ -70,8 +71,9 @@ class WorkerClient:
         self.record = record
         self.load = types_pb2.Load()
         self.draining = False
-        self.obsolete = False  # another epoch answers at its address
+        self.obsolete = False  # another worker answers at its address: this life is over
         self.connected = False
+        self._closed = False
         self._router_id = router_id
         self._deadlines = deadlines
         self._clock = clock
@@ -81,6 +83,7 @@ class WorkerClient:
         self._heard_s = self._progress_s = clock()
         self._channel = open_channel(record.address, deadlines)
         self.holder = HolderClient(self._channel, record.address, deadlines)
+        self._releases: set[asyncio.Task[None]] = set()
         self._task = asyncio.create_task(self._run())
 
     @property
@@ -96,10 +99,6 @@ class WorkerClient:
     @property
     def healthy(self) -> bool:
         return self.connected and self._clock() - self._heard_s < self._deadlines.suspect_s
-
-    def silent_s(self) -> float:
-        """Seconds since anything came from it."""
-        return self._clock() - self._heard_s
 
     def idle_s(self) -> float:
         """Seconds since it got anything done, for whichever attempt."""
@@ -118,6 +117,8 @@ class WorkerClient:
             yield stream
         finally:
             del self._attempts[name]
+            while not stream.events.empty():
+                self._drop(stream.events.get_nowait())
             if not stream.ended:
                 self.abort(key)
             self._on_change()
@@ -127,25 +128,43 @@ class WorkerClient:
         if self.connected:
             self._outgoing.put_nowait(ROLES[self.record.role][1](abort=types_pb2.Abort(key=key, forks=forks)))
 
+    def release(self, handle_id: bytes, epoch: int) -> None:
+        """Frees blocks that nobody will read, in the background."""
+        task = asyncio.create_task(self._release(handle_id, epoch))
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+
+    async def _release(self, handle_id: bytes, epoch: int) -> None:
+        try:
+            await self.holder.release(handle_id, epoch, ROUTER)
+        except KVRelayError as error:  # the lease runs out by itself
+            log_event(log, logging.INFO, "handle not released", worker=self.record.worker_id, code=error.code)
+
     async def close(self) -> None:
-        """Ends the stream; attempts on it fail with WorkerLost."""
+        """Ends the stream; attempts on it fail with WorkerLost. Waits for releases, each of which has its deadline."""
+        self._closed = True
         await end(self._task)
+        await asyncio.gather(*self._releases)
         await self._channel.close()
 
     async def _run(self) -> None:
-        pause = RETRY_S
-        while not self.obsolete:
-            reason = "closed by the worker"
+        """Opens the stream, again and again, until another life of the worker answers.
+
+        It asks whether it is closed: gRPC drops a cancellation that comes while a connection fails.
+        """
+        pause_s = RETRY_S
+        while not (self.obsolete or self._closed):
+            reason = "closed by the router"
             try:
-                pause = RETRY_S if await self._stream() else min(2 * pause, self._deadlines.heartbeat_s)
+                reason = await self._stream()
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name}: {error.details()}"
-                pause = min(2 * pause, self._deadlines.heartbeat_s)
             except TimeoutError:
                 reason = "silent"
             finally:
+                pause_s = RETRY_S if self.connected else min(2 * pause_s, self._deadlines.heartbeat_s)
                 self._lose_all(reason)
-            await asyncio.sleep(pause)
+            await asyncio.sleep(pause_s)
 
     def _lose_all(self, reason: str) -> None:
         if self.connected:
@@ -156,8 +175,8 @@ class WorkerClient:
             stream.events.put_nowait(WorkerLost(f"worker {self.record.worker_id} was lost ({reason})"))
         self._on_change()
 
-    async def _stream(self) -> bool:
-        """Reads one stream until it ends; whether anything came."""
+    async def _stream(self) -> str:
+        """Reads one stream until it ends; why it did."""
         stub, command = ROLES[self.record.role]
         self._outgoing.put_nowait(command(hello=types_pb2.Hello(router_id=self._router_id)))
         call = stub(self._channel).Relay()
@@ -167,10 +186,14 @@ class WorkerClient:
                 async with asyncio.timeout(self._deadlines.dead_s):
                     event = await call.read()
                 if event is grpc.aio.EOF:
-                    return self.connected
+                    return "closed by the worker"
+                if event is None:  # grpc's word for it
+                    return "it sent what can't be read"
                 self._heard_s = self._clock()
                 self.load.CopyFrom(event.load)
                 self._take(event)
+                if self.obsolete:
+                    return "another worker answers at its address"
         finally:
             call.cancel()
             await end(writer)  # what broke it breaks the reading too
@@ -198,7 +221,7 @@ class WorkerClient:
     def _meet(self, welcome: types_pb2.Welcome) -> None:
         if (welcome.epoch, welcome.fingerprint) != (self.record.epoch, self.record.fingerprint):
             self.obsolete = True
-            raise TimeoutError
+            return
         self.connected = True
         log_event(log, logging.INFO, "worker connected", worker=self.record.worker_id, address=self.record.address)
         self._on_change()
@@ -206,7 +229,13 @@ class WorkerClient:
     def _deliver(self, key: types_pb2.AttemptKey, event: tuple[str, Any] | KVRelayError) -> None:
         stream = self._attempts.get((key.request_id, key.attempt))
         if stream is None:
-            return  # late
+            self._drop(event)
+            return
         if not isinstance(event, KVRelayError) and event[0] in COUNTED[self.record.role]:
             stream.charged_tokens = 0
         stream.events.put_nowait(event)
+
+    def _drop(self, event: tuple[str, Any] | KVRelayError) -> None:
+        """A late event is a no-op, but blocks that came with it are not to be held for nobody."""
+        if not isinstance(event, KVRelayError) and event[0] == "first_tokens" and event[1].HasField("handle"):
+            self.release(event[1].handle.id, event[1].handle.epoch)

@@ -13,7 +13,7 @@ from common.deadlines import Deadlines
 from common.errors import HandoverError, KVRelayError, RequestTimeout
 from common.log import get_logger, log_event
 from common.metrics import RouterMetrics
-from common.rpc import decode_pb2, prefill_pb2
+from common.rpc import decode_pb2, prefill_pb2, types_pb2
 from common.tasks import end
 from kvtransfer.handle import KVHandle
 from kvtransfer.lease import ROUTER
@@ -54,7 +54,6 @@ class Pipeline:
         self._deadlines = deadlines
         self._clock = clock
         self._running = 0
-        self._background: set[asyncio.Task[None]] = set()
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]:
         """The answers' deltas as they come. Closing the iterator frees both workers; raises KVRelayError."""
@@ -73,10 +72,6 @@ class Pipeline:
         finally:
             self._count(-1)
             await end(driver)
-
-    async def close(self) -> None:
-        """Waits for releases that are still on their way; each has its deadline."""
-        await asyncio.gather(*self._background)
 
     async def _drive(self, run: Run) -> None:
         try:
@@ -110,8 +105,7 @@ class Pipeline:
 
     async def _attempt(self, run: Run, answers: list[Answer]) -> None:
         """Prefill, hand-over, decode; or decode alone where there is no prefill pool."""
-        run.report.attempts += 1
-        number = run.report.attempts
+        key = run.next_attempt(answers)
         before = run.elapsed_s()
         tokens = self._tokens(run, answers)
         salt = run.request.cache_salt
@@ -119,35 +113,33 @@ class Pipeline:
         run.report.router_queue_s += run.elapsed_s() - before
         picked = self._workers.pick_prefill(tokens, salt)
         if picked is None:
-            await self._decode(run, answers, number, None)
+            await self._decode(run, answers, key, None)
             return
         client, expectation = picked
         try:
-            first = await self._prefill(run, answers, number, client)
+            first = await self._prefill(run, answers, key, client)
         finally:
             expectation.answered()
-        for token in first.tokens:
-            run.accept(token)
-        live = [answer for answer in answers if not answer.finished]
-        if not first.HasField("handle"):
-            if live:
+        handle = KVHandle.from_proto(first.handle) if first.HasField("handle") else None
+        async with self._held(client, handle) as held:
+            for token in first.tokens:
+                run.accept(token)
+            live = [answer for answer in answers if not answer.finished]
+            if live and held is None:
                 raise HandoverError("the prefill worker sent tokens without their KV")
-            return
-        async with self._held(client, KVHandle.from_proto(first.handle)) as held:
             if live:
-                await self._decode(run, live, number, held)
+                await self._decode(run, live, key, held)
 
     def _tokens(self, run: Run, answers: list[Answer]) -> tuple[int, ...]:
         """The prompt and what the answers have in common so far."""
         return (*run.request.prompt_ids, *(answers[0].output_ids if len(answers) == 1 else ()))
 
     async def _prefill(
-        self, run: Run, answers: list[Answer], number: int, client: WorkerClient
+        self, run: Run, answers: list[Answer], key: types_pb2.AttemptKey, client: WorkerClient
     ) -> prefill_pb2.FirstTokens:
-        submission = run.submission(answers, client, number)
+        submission = run.submission(answers, client, key)
         num_tokens = len(submission.prompt_ids) + len(submission.forks[0].output_ids)
-        queued = client.charged_tokens + client.load.waiting_tokens
-        patience_s = self._deadlines.prefill_s + 5 * (queued + num_tokens) / PREFILL_TOKENS_S
+        patience_s = self._prefill_patience_s(client, num_tokens)
         command = prefill_pb2.PrefillCommand(submit=submission)
         with client.attempt(submission.key, command, num_tokens) as stream:
             while True:
@@ -158,7 +150,12 @@ class Pipeline:
         run.note_prefill(message, client.record.worker_id)
         return cast(prefill_pb2.FirstTokens, message)
 
-    async def _decode(self, run: Run, answers: list[Answer], number: int, held: Held | None) -> None:
+    def _prefill_patience_s(self, client: WorkerClient, num_tokens: int) -> float:
+        """For a worker that has these tokens to compute, after those that it has already."""
+        queued = client.charged_tokens + client.load.waiting_tokens
+        return self._deadlines.prefill_s + 5 * (queued + num_tokens) / PREFILL_TOKENS_S
+
+    async def _decode(self, run: Run, answers: list[Answer], key: types_pb2.AttemptKey, held: Held | None) -> None:
         """Tokens until these answers are finished, on KV from the handle or, without one, from the start."""
         before = run.elapsed_s()
         fingerprint = held.handle.fingerprint if held else None
@@ -166,31 +163,36 @@ class Pipeline:
         client = await self._workers.decode_worker(tokens, run.request.cache_salt, fingerprint)
         run.report.router_queue_s += run.elapsed_s() - before
         run.report.decode_worker = client.record.worker_id
-        submission = run.submission(answers, client, number)
+        submission = run.submission(answers, client, key)
         handle = held.handle.to_proto() if held else None
         command = decode_pb2.DecodeCommand(submit=decode_pb2.DecodeSubmission(submission=submission, handle=handle))
         live = {answer.index for answer in answers}
+        patience_s = self._deadlines.decode_token_s if held else self._prefill_patience_s(client, len(tokens))
         with client.attempt(submission.key, command, len(tokens)) as stream:
             while live:
-                kind, message = await stream.next(self._deadlines.decode_token_s)
+                kind, message = await stream.next(patience_s)
                 if kind == "admitted":
                     run.note_handover(message)
                     if held:
                         held.taken = True
                 elif kind == "tokens":
+                    patience_s = self._deadlines.decode_token_s
                     if message.prefill_s and held is None:
                         run.note_prefill(message, client.record.worker_id)
                     for token in message.tokens:
                         run.accept(token)
-                        if run.answers[token.fork].finished:
-                            if not token.finish_reason:  # a stop string, which only the router knows
-                                client.abort(submission.key, (token.fork,))
+                        if token.fork in live and run.answers[token.fork].finished:
                             live.discard(token.fork)
+                            if not token.finish_reason:  # a stop string, which only the router knows
+                                client.abort(key, (token.fork,))
             stream.ended = True
 
     @asynccontextmanager
-    async def _held(self, holder: WorkerClient, handle: KVHandle) -> AsyncIterator[Held]:
+    async def _held(self, holder: WorkerClient, handle: KVHandle | None) -> AsyncIterator[Held | None]:
         """Renews the handle until a decode worker has its KV; if none gets it, the blocks are free at once."""
+        if handle is None:
+            yield None
+            return
         held = Held(handle)
         renewer = asyncio.create_task(self._renew(holder, held))
         try:
@@ -198,9 +200,7 @@ class Pipeline:
         finally:
             renewer.cancel()
             if not held.taken:
-                release = asyncio.create_task(self._release(holder, handle))
-                self._background.add(release)
-                release.add_done_callback(self._background.discard)
+                holder.release(handle.id, handle.epoch)
 
     async def _renew(self, holder: WorkerClient, held: Held) -> None:
         while not held.taken:
@@ -209,12 +209,6 @@ class Pipeline:
                 await holder.holder.renew(held.handle.id, held.handle.epoch, ROUTER)
             except KVRelayError:
                 return  # it is released or lost: the decode worker finds out which
-
-    async def _release(self, holder: WorkerClient, handle: KVHandle) -> None:
-        try:
-            await holder.holder.release(handle.id, handle.epoch, ROUTER)
-        except KVRelayError as error:  # the lease runs out by itself
-            log_event(log, logging.INFO, "handle not released", worker=holder.record.worker_id, code=error.code)
 
     def _report(self, run: Run) -> None:
         report = run.report

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from common.convert import params_to_proto
-from common.errors import KVRelayError
+from common.errors import KVRelayError, TokenMismatch
 from common.metrics import RouterMetrics
 from common.rpc import decode_pb2, prefill_pb2, types_pb2
 from router.answer import Answer
@@ -31,10 +31,23 @@ class Run:
     def elapsed_s(self) -> float:
         return self._clock() - self._began
 
-    def submission(self, answers: list[Answer], worker: WorkerClient, number: int) -> types_pb2.Submission:
+    def next_attempt(self, answers: list[Answer]) -> types_pb2.AttemptKey:
+        """Attempts are numbered upward. One fork of several that goes on alone is a request of its own to workers:
+
+        a newer attempt of a request ends the older one there, and forks run side by side.
+        """
+        self.report.attempts += 1
+        request_id = self.request.request_id
+        if len(answers) == 1 and self.request.n > 1:
+            request_id += f".{answers[0].index}"
+        return types_pb2.AttemptKey(request_id=request_id, attempt=self.report.attempts)
+
+    def submission(
+        self, answers: list[Answer], worker: WorkerClient, key: types_pb2.AttemptKey
+    ) -> types_pb2.Submission:
         """All that a worker needs to go on with these answers from where they are."""
         return types_pb2.Submission(
-            key=types_pb2.AttemptKey(request_id=self.request.request_id, attempt=number),
+            key=key,
             epoch=worker.record.epoch,
             fingerprint=worker.record.fingerprint,
             prompt_ids=self.request.prompt_ids,
@@ -45,6 +58,8 @@ class Run:
 
     def accept(self, token: types_pb2.Token) -> None:
         """Takes in one token and sends its delta on. Raises TokenMismatch."""
+        if token.fork >= len(self.answers):
+            raise TokenMismatch(f"a token came for fork {token.fork} of {len(self.answers)}")
         delta = self.answers[token.fork].accept(token)
         if delta is None:
             return

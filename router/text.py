@@ -10,8 +10,10 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from common.errors import ContextLengthExceeded, InvalidRequest, ModelError
-from common.model.config import GenerationDefaults, JsonFile, ModelConfig, load_config, load_generation
-from router.chat_template import ChatTemplate, template_source
+from common.model.config import GenerationDefaults, ModelConfig, parse_config, parse_generation
+from common.model.directory_source import DirectorySource
+from common.model.source import ModelSource, TemplateFile
+from router.chat_template import ChatTemplate
 from router.special_tokens import SpecialTokenGuard
 from router.text_stream import ByteLevelDetokenizer, Detokenizer, StopChecker, WindowDetokenizer
 
@@ -61,22 +63,22 @@ class TextModel:
         self._bytes: dict[int, bytes] = {}  # token id → bytes, as they come up; no more than the vocabulary
 
     @classmethod
-    def load(cls, directory: Path, now: Callable[[], datetime] = datetime.now) -> "TextModel":
-        """Reads a model directory. Raises ModelError that names the file at fault."""
-        directory = Path(directory)
-        data = JsonFile.read(directory / "tokenizer.json").content
-        config_path = directory / "tokenizer_config.json"
-        config = JsonFile.read(config_path).content if config_path.exists() else {}
-        special_tokens = _named_tokens(config)
-        template = _read_template(directory, config, special_tokens, now)
+    def load(cls, model: Path | ModelSource, now: Callable[[], datetime] = datetime.now) -> "TextModel":
+        """Reads a model; a path is a directory's. Raises ModelError that names the file at fault."""
+        source = DirectorySource(model) if isinstance(model, Path) else model
+        tokenizer, tokenizer_config = source.tokenizer_json(), source.tokenizer_config()
+        special_tokens = _named_tokens(tokenizer_config)
+        template = _read_template(source.chat_template(), special_tokens, now)
+        config = source.config()
+        generation = parse_generation(config, source.generation())
         try:
-            data = _complete(data, config)
-            return cls(load_config(directory), load_generation(directory), data, special_tokens, template)
+            data = _complete(tokenizer.content, tokenizer_config)
+            return cls(parse_config(config), generation, data, special_tokens, template)
         except ModelError:
             raise
         except Exception as error:  # tokenizers raises no narrower one
             reason = " ".join(str(error).split())[:300]
-            raise ModelError(f"{directory}: tokenizer.json can't be used: {reason}", field="model") from error
+            raise ModelError(f"{tokenizer.path}: the tokenizer can't be used: {reason}", field="model") from error
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """The text of a conversation. Raises InvalidRequest."""
@@ -133,18 +135,14 @@ class TextModel:
 
 
 def _read_template(
-    directory: Path, config: Mapping[str, Any], special_tokens: Mapping[str, str], now: Callable[[], datetime]
+    file: TemplateFile | None, special_tokens: Mapping[str, str], now: Callable[[], datetime]
 ) -> ChatTemplate | None:
-    """From chat_template.jinja, else from tokenizer_config.json."""
-    path = directory / "chat_template.jinja"
+    if file is None:
+        return None
     try:
-        if path.exists():
-            return ChatTemplate(path.read_text(encoding="utf-8"), special_tokens, now)
-        path = directory / "tokenizer_config.json"
-        source = template_source(config)
-        return ChatTemplate(source, special_tokens, now) if source is not None else None
-    except (OSError, ValueError, ModelError) as error:
-        raise ModelError(f"{path}: {error}", field="model") from error
+        return ChatTemplate(file.text, special_tokens, now)
+    except ModelError as error:
+        raise ModelError(f"{file.path}: {error}", field="model") from error
 
 
 def _letters_bytes(token: str) -> bytes:

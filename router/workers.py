@@ -148,23 +148,32 @@ class Workers:
     def _see(self, records: list[WorkerRecord]) -> None:
         """Takes in what the registry lists now."""
         listed = {(record.worker_id, record.epoch) for record in records}
+
+        def is_listed(client: WorkerClient) -> bool:
+            return (client.record.worker_id, client.record.epoch) in listed
+
         for client in list(self._clients.values()):
-            unlisted = (client.record.worker_id, client.record.epoch) not in listed
-            if client.obsolete or (unlisted and not client.connected):
+            if not (client.connected or is_listed(client)):
                 self._drop(client)
+        # Two lives of one worker may be listed for a while: the one that answers stays, else they take turns.
+        staying = {client for client in self._clients.values() if client.connected and is_listed(client)}
         for record in records:
             known = self._clients.get(record.worker_id)
             if known is not None and known.record.epoch == record.epoch:
                 known.draining = known.draining or record.leaving
                 continue
-            if record.leaving:
+            rivals = [
+                client
+                for client in self._clients.values()
+                if client is known or client.record.address == record.address
+            ]
+            if record.leaving or not staying.isdisjoint(rivals):
                 continue
-            for client in list(self._clients.values()):
-                if client is known or client.record.address == record.address:
-                    self._drop(client)
-            self._clients[record.worker_id] = WorkerClient(
-                record, self._router_id, self._deadlines, self._clock, self._changed.set
-            )
+            for client in rivals:
+                self._drop(client)
+            client = WorkerClient(record, self._router_id, self._deadlines, self._clock, self._changed.set)
+            self._clients[record.worker_id] = client
+            staying.add(client)
             self._index.follow(record)
         self._count()
         self._listed = True

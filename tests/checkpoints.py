@@ -14,8 +14,35 @@ TEMPLATE = (
 )
 
 
+# Of each family: architecture, model_type, and what its config.json has beside or instead of Llama's keys.
+FAMILIES: dict[str, tuple[str, str, dict[str, object]]] = {
+    "llama": ("LlamaForCausalLM", "llama", {}),
+    "mistral": ("MistralForCausalLM", "mistral", {"sliding_window": 40}),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2", {"use_sliding_window": False, "sliding_window": 40, "max_window_layers": 1}),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3", {"attention_bias": False, "use_sliding_window": False}),
+    "smollm3": ("SmolLM3ForCausalLM", "smollm3", {"no_rope_layers": [1, 0] * 8, "pad_token_id": 2}),
+    "phi3": ("Phi3ForCausalLM", "phi3", {"original_max_position_embeddings": 2048, "pad_token_id": 2}),
+    "gemma": ("GemmaForCausalLM", "gemma", {"hidden_act": "gelu_pytorch_tanh"}),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        "gemma2",
+        {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 24, "sliding_window": 40}
+        | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 24, "sliding_window": 40}
+        | {"layer_types": ["sliding_attention", "full_attention"] * 8, "rope_local_base_freq": 500.0},
+    ),
+}
+ABSENT = object()
+LISTS = ("layer_types", "no_rope_layers")  # keys with an entry a layer, cut to the number of layers
+
+
 def make_random_checkpoint(
     directory: Path,
+    family: str = "llama",
     *,
     vocab_size: int = 288,
     hidden_size: int = 64,
@@ -29,12 +56,17 @@ def make_random_checkpoint(
     dtype: str = "float32",
     seed: int = 0,
     shards: int = 1,
+    **config_keys: object,
 ) -> Path:
-    """A Llama in Hugging Face's layout. Weights are so wide that logits have a clear order."""
+    """A model in Hugging Face's layout; further keys go into its config.json, ABSENT takes one out.
+
+    Weights are so wide that logits have a clear order.
+    """
     directory.mkdir(parents=True, exist_ok=True)
+    architecture, model_type, family_keys = FAMILIES[family]
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [architecture],
+        "model_type": model_type,
         "dtype": dtype,
         "vocab_size": vocab_size,
         "hidden_size": hidden_size,
@@ -51,10 +83,13 @@ def make_random_checkpoint(
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
+    config |= family_keys | config_keys
+    config |= {key: config[key][:num_layers] for key in LISTS if isinstance(config.get(key), list)}
+    config = {key: value for key, value in config.items() if value is not ABSENT}
     _write(directory / "config.json", config)
     _write(directory / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2})
     _write_tokenizer(directory)
-    weights = _weights(config, torch.Generator().manual_seed(seed))
+    weights = _weights(family, config, torch.Generator().manual_seed(seed))
     _save(directory, {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights.items()}, shards)
     return directory
 
@@ -76,30 +111,39 @@ def _write_tokenizer(directory: Path) -> None:
     _write(directory / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **named})
 
 
-def _weights(config: dict[str, object], generator: torch.Generator) -> dict[str, torch.Tensor]:
+def _weights(family: str, config: dict[str, object], generator: torch.Generator) -> dict[str, torch.Tensor]:
     hidden, inner, vocab = (int(config[k]) for k in ("hidden_size", "intermediate_size", "vocab_size"))
     heads, kv_heads = (int(config[k]) * int(config["head_dim"]) for k in ("num_attention_heads", "num_key_value_heads"))
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
         return torch.randn(rows, columns, generator=generator) * 1.5 / columns**0.5
 
-    def norm() -> torch.Tensor:
-        return 1 + 0.1 * torch.randn(hidden, generator=generator)
+    def vector(size: int, middle: float = 0.0) -> torch.Tensor:
+        return middle + 0.1 * torch.randn(size, generator=generator)
 
-    weights = {"model.embed_tokens.weight": matrix(vocab, hidden), "model.norm.weight": norm()}
+    middle = 0.0 if family.startswith("gemma") else 1.0  # of a norm: Gemma adds 1
+    shapes = {"q": (heads, hidden), "k": (kv_heads, hidden), "v": (kv_heads, hidden), "o": (hidden, heads)}
+    attention_bias = "qkvo" if config.get("attention_bias") else "qkv" if family == "qwen2" else ""
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if family in ("gemma2", "gemma3"):
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    weights = {"model.embed_tokens.weight": matrix(vocab, hidden), "model.norm.weight": vector(hidden, middle)}
     for i in range(int(config["num_hidden_layers"])):
         layer = f"model.layers.{i}"
-        weights |= {
-            f"{layer}.input_layernorm.weight": norm(),
-            f"{layer}.self_attn.q_proj.weight": matrix(heads, hidden),
-            f"{layer}.self_attn.k_proj.weight": matrix(kv_heads, hidden),
-            f"{layer}.self_attn.v_proj.weight": matrix(kv_heads, hidden),
-            f"{layer}.self_attn.o_proj.weight": matrix(hidden, heads),
-            f"{layer}.post_attention_layernorm.weight": norm(),
-            f"{layer}.mlp.gate_proj.weight": matrix(inner, hidden),
-            f"{layer}.mlp.up_proj.weight": matrix(inner, hidden),
-            f"{layer}.mlp.down_proj.weight": matrix(hidden, inner),
-        }
+        mlp = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+        part = {f"self_attn.{name}_proj.weight": matrix(*shape) for name, shape in shapes.items()}
+        part |= {f"mlp.{name}_proj.weight": matrix(*shape) for name, shape in mlp.items()}
+        part |= {f"{name}.weight": vector(hidden, middle) for name in norms}
+        part |= {f"self_attn.{name}_proj.bias": 5 * vector(shapes[name][0]) for name in attention_bias}
+        if config.get("mlp_bias"):
+            part |= {f"mlp.{name}_proj.bias": vector(shape[0]) for name, shape in mlp.items()}
+        if family in ("qwen3", "gemma3"):
+            part |= {f"self_attn.{name}_norm.weight": vector(int(config["head_dim"]), middle) for name in "qk"}
+        if family == "phi3":
+            for fused, names in (("self_attn.qkv", ("q", "k", "v")), ("mlp.gate_up", ("gate", "up"))):
+                parts = [part.pop(f"{fused.split('.')[0]}.{name}_proj.weight") for name in names]
+                part[f"{fused}_proj.weight"] = torch.cat(parts)
+        weights |= {f"{layer}.{name}": tensor for name, tensor in part.items()}
     if not config["tie_word_embeddings"]:
         weights["lm_head.weight"] = matrix(vocab, hidden)
     return weights

@@ -114,7 +114,9 @@ class LocalCluster:
             counts[f"{name}: waiting"] = load.waiting
             counts[f"{name}: reserved blocks"] = load.reserved_blocks
             counts[f"{name}: used blocks"] = load.total_blocks - load.free_blocks
+            counts[f"{name}: reserved places"] = one.worker.engine._scheduler.num_reserved_forks
             counts[f"{name}: attempts"] = one.service.relay_server.num_attempts
+            counts[f"{name}: attempts in the service"] = len(one.service._attempts)
             if isinstance(one.service, PrefillService):
                 counts[f"{name}: leases"] = one.service.leases.num_held
             else:
@@ -185,6 +187,5 @@ async def local_cluster(
         try:
             await cluster.wait_ready()
             yield cluster
-            await pipeline.close()
         finally:
             await end(*tasks)

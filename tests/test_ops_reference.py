@@ -8,20 +8,28 @@ import torch
 from model_tools import threads
 
 from common.block_hash import BLOCK_SIZE
-from common.model.config import ModelConfig
+from common.model.config import LayerConfig, ModelConfig
+from common.model.rope import Rope
 from common.ops import StepInput, choose_ops
 from common.ops.plan import KEY_CHUNK, QUERY_TILE, prepare
 from common.ops.reference import OPS, pad_rows
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 BLOCKS_EACH = 40
+ROPE = Rope(1e4, 32)
 
 
-def make_config(num_heads: int = 6, num_kv_heads: int = 2, head_dim: int = 32, num_layers: int = 2) -> ModelConfig:
-    hidden_size = num_heads * head_dim
+def make_config(
+    num_heads: int = 6,
+    num_kv_heads: int = 2,
+    head_dim: int = 32,
+    *,
+    layers: tuple[LayerConfig, ...] = (LayerConfig(ROPE),) * 2,
+    softcap: float | None = None,
+) -> ModelConfig:
     return ModelConfig(
-        "LlamaForCausalLM", 64, hidden_size, 64, num_layers, num_heads, num_kv_heads, head_dim, 1e-5, 1e4, 2048, True,
-        "float32",
+        "LlamaForCausalLM", 64, num_heads * head_dim, 64, num_heads, num_kv_heads, head_dim, 1e-5, 2048, True,
+        "float32", layers, head_dim**-0.5, attention_softcap=softcap,
     )  # fmt: skip
 
 
@@ -59,37 +67,68 @@ def make_cache(config: ModelConfig, dtype: torch.dtype, num_blocks: int) -> torc
     return torch.zeros(num_blocks, *config.kv_layout("float32").shape, dtype=dtype)
 
 
-def attention_by_formula(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def attention_by_formula(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, softcap: float | None = None
+) -> torch.Tensor:
     """One query [heads, dim] over keys and values [tokens, kv heads, dim], in float64."""
     group = q.shape[0] // keys.shape[1]
     keys, values = (each.double().repeat_interleave(group, 1) for each in (keys, values))
     scores = torch.einsum("hd,thd->ht", q.double(), keys) / math.sqrt(q.shape[1])
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     return torch.einsum("ht,thd->hd", scores.softmax(-1), values)
 
 
 CONTEXTS = [1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, KEY_CHUNK - 1, KEY_CHUNK, KEY_CHUNK + 1, 3 * KEY_CHUNK + 7]
 
 
+CHUNKS = [
+    *[[(context - 1, 1)] for context in CONTEXTS],  # each alone
+    [(context - 1, 1) for context in CONTEXTS],  # together
+    [(0, 2)],
+    [(0, QUERY_TILE + 3)],
+    [(KEY_CHUNK - 5, QUERY_TILE + 9)],
+    [(7, 1), (30, 5), (400, 1), (0, 17)],
+]
+
+
 @pytest.mark.parametrize("heads", [(6, 2), (4, 4), (34, 2), (3, 1)])
-@pytest.mark.parametrize(
-    "chunks",
-    [
-        *[[(context - 1, 1)] for context in CONTEXTS],  # each alone
-        [(context - 1, 1) for context in CONTEXTS],  # together
-        [(0, 2)],
-        [(0, QUERY_TILE + 3)],
-        [(KEY_CHUNK - 5, QUERY_TILE + 9)],
-        [(7, 1), (30, 5), (400, 1), (0, 17)],
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("chunks", CHUNKS, ids=str)
 def test_attention_is_softmax_over_all_keys_so_far(chunks: list[tuple[int, int]], heads: tuple[int, int]):
-    config = make_config(*heads)
+    check_attention(chunks, make_config(*heads))
+
+
+WINDOWS = [1, 2, BLOCK_SIZE, KEY_CHUNK - 1, KEY_CHUNK, KEY_CHUNK + 1, 2 * KEY_CHUNK + 3, 1000]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("chunks", CHUNKS, ids=str)
+def test_a_window_hides_what_is_before_it(chunks: list[tuple[int, int]], window: int):
+    check_attention(chunks, make_config(layers=(LayerConfig(ROPE), LayerConfig(ROPE, window))))
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("chunks", CHUNKS, ids=str)
+def test_scores_are_capped_softly(chunks: list[tuple[int, int]], window: int | None):
+    check_attention(chunks, make_config(layers=(LayerConfig(ROPE), LayerConfig(ROPE, window)), softcap=1.5))
+
+
+def test_key_chunks_before_every_window_are_not_looked_at():
+    config = make_config(layers=(LayerConfig(ROPE, KEY_CHUNK),))
+    plan = prepare(make_step((5 * KEY_CHUNK + 1, 3), (5 * KEY_CHUNK + 1, 1)), config, torch.float32).attention[0]
+    assert [len(tile.masks) for tile in plan.prefills[0].tiles] == [2]
+    assert len(plan.prefills[0].blocks) == 2 * config.num_kv_heads * KEY_CHUNK // BLOCK_SIZE
+    assert plan.decode.counts == (1, 1)
+
+
+def check_attention(chunks: list[tuple[int, int]], config: ModelConfig) -> None:
+    """Of layer 1, against the formula."""
+    window = config.layers[1].window or 10**6
     cache = make_cache(config, torch.float32, BLOCKS_EACH * len(chunks)).fill_(torch.nan)
     step, layer = make_step(*chunks), 1
     told = []
     for i, (start, length) in enumerate(chunks):
-        keys, values = (random(start + length, heads[1], config.head_dim, seed=2 * i + j) for j in range(2))
+        keys, values = (random(start + length, config.num_kv_heads, config.head_dim, seed=2 * i + j) for j in range(2))
         told.append((keys, values))
         for position in range(start + length):
             block, offset = BLOCKS_EACH * i + position // BLOCK_SIZE, position % BLOCK_SIZE
@@ -103,7 +142,9 @@ def test_attention_is_softmax_over_all_keys_so_far(chunks: list[tuple[int, int]]
         keys, values = told[i]
         for j in range(length):
             row, seen = step.row_starts[i] + j, start + j + 1
-            expected = attention_by_formula(q[row], keys[:seen], values[:seen])
+            first = max(0, seen - window)
+            cap = config.attention_softcap
+            expected = attention_by_formula(q[row], keys[first:seen], values[first:seen], cap)
             torch.testing.assert_close(ours[row].double(), expected, atol=1e-5, rtol=1e-4)
 
 
@@ -145,6 +186,28 @@ def test_rotary_and_store_rotates_halves_and_fills_blocks(dtype: torch.dtype):
     assert int((cache != 0).sum()) == 5 * 2 * 2 * 32  # and nothing else
 
 
+def test_a_part_of_each_head_is_rotated_and_a_layer_may_rotate_none():
+    config = make_config(layers=(LayerConfig(Rope(1e4, 32)), LayerConfig(Rope(1e4, 8)), LayerConfig(None)))
+    step, qkv = make_step((40, 3)), random(3, (6 + 4) * 32)
+    plan = prepare(step, config, torch.float32)
+    partly, none = (OPS.rotary_and_store(qkv, make_cache(config, torch.float32, 3), i, plan) for i in (1, 2))
+    small = make_config(6, 2, 8, layers=(LayerConfig(Rope(1e4, 8)),))
+    alone = qkv.view(3, 10, 32)[:, :, :8].reshape(3, -1)
+    rotated = OPS.rotary_and_store(alone, make_cache(small, torch.float32, 3), 0, prepare(step, small, torch.float32))
+    by_head = qkv.view(3, 10, 32)[:, :6]
+    assert torch.equal(partly, torch.cat([rotated, by_head[..., 8:]], -1))
+    assert torch.equal(none, by_head)
+
+
+def test_an_attention_factor_scales_what_is_rotated():
+    rope = Rope(1e4, 32, attention_factor=1.25)
+    config = make_config(layers=(LayerConfig(ROPE), LayerConfig(rope)))
+    qkv, step = random(3, (6 + 4) * 32), make_step((40, 3))
+    plan, cache = prepare(step, config, torch.float32), make_cache(config, torch.float32, 3)
+    plain, scaled = (OPS.rotary_and_store(qkv, cache, i, plan) for i in range(2))
+    torch.testing.assert_close(scaled, plain * 1.25)
+
+
 def test_rms_norm_and_residual_are_as_the_formula_says():
     x, residual, weight = random(5, 48), random(5, 48, seed=1), random(48, seed=2)
     total = (x + residual).double()
@@ -166,15 +229,43 @@ def test_silu_and_mul_is_as_the_formula_says(dtype: torch.dtype):
     torch.testing.assert_close(OPS.silu_and_mul(gate_up).double(), expected, atol=tolerance, rtol=tolerance)
 
 
+def test_a_float32_norm_of_half_precision_is_rounded_once():
+    x, weight = random(5, 48, dtype=torch.bfloat16), 1 + random(48, seed=2) / 1000
+    expected = OPS.rms_norm(x.float(), weight, 1e-5).bfloat16()
+    assert torch.equal(OPS.rms_norm(x, weight, 1e-5), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gelu_and_mul_is_as_torch_says(dtype: torch.dtype):
+    far = torch.tensor([[-1e30, -1000.0, -7.0, -0.0, 1e-30, 7.0, 1000.0, 9000.0]]).to(dtype).expand(7, -1)
+    gate, up = torch.cat([random(7, 48, dtype=dtype), far], 1), random(7, 56, dtype=dtype, seed=1)
+    gate = gate.clamp(torch.finfo(dtype).min, torch.finfo(dtype).max)
+    expected = torch.nn.functional.gelu(gate.double(), approximate="tanh") * up.double()
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    ours = OPS.gelu_and_mul(torch.cat([gate, up], 1)).double()
+    torch.testing.assert_close(ours, expected, atol=tolerance, rtol=tolerance)
+
+
+def test_a_soft_cap_is_a_tanh():
+    x = torch.cat([random(1000) * 30, torch.tensor([0.0, 1e-6, 1e30, -1e30, torch.inf, -torch.inf])])
+    expected = 30 * torch.tanh(x.double() / 30)
+    torch.testing.assert_close(OPS.soft_cap(x, 30.0).double(), expected, atol=1e-5, rtol=0)
+
+
 ROWS = [1, 2, 3, 5, 15, 16, 17, 31, 33, 100]
 OPERATIONS = {
     "linear to 16": (48, lambda x, w: OPS.linear(x, w[:16, :48])),
     "linear to 48": (48, lambda x, w: OPS.linear(x, w[:48, :48])),
     "linear to 960": (576, lambda x, w: OPS.linear(x, w[:960])),
     "linear from 1,536": (1536, lambda x, w: OPS.linear(x, w.view(-1, 1536)[:192])),
+    "linear with a bias": (48, lambda x, w: OPS.linear(x, w[:48, :48], w[0, :48])),
     "logits": (64, lambda x, w: OPS.logits(x, w[:1008, :64])),
     "rms_norm": (100, lambda x, w: OPS.rms_norm(x, w[0, :100].to(x.dtype), 1e-5)),
+    "rms_norm of heads": (100, lambda x, w: OPS.rms_norm(x.view(-1, 10), w[0, :10], 1e-5).view(len(x), -1)),
+    "rms_norm in float32": (100, lambda x, w: OPS.rms_norm(x, w[0, :100].float(), 1e-5)),
     "silu_and_mul": (100, lambda x, w: OPS.silu_and_mul(x)),
+    "gelu_and_mul": (102, lambda x, w: OPS.gelu_and_mul(x)),
+    "soft_cap": (99, lambda x, w: OPS.soft_cap(x.float(), 3.0)),
 }
 
 
@@ -225,6 +316,6 @@ def test_half_products_are_never_small(rows: int, inner: int, columns: int, padd
 
 
 def test_the_choice_is_one_log_line(caplog: pytest.LogCaptureFixture):
-    with caplog.at_level(logging.INFO):
-        ops = choose_ops()
-    assert [record.getMessage() for record in caplog.records] == [f"operations: {ops.name}"]
+    with caplog.at_level(logging.INFO, logger="kvrelay"):
+        ops = choose_ops(make_config(), "torch")
+    assert [(record.getMessage(), record.values["backend"]) for record in caplog.records] == [("operations", ops.name)]

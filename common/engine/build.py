@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -27,9 +26,11 @@ from common.memory import (
     reset_peak,
     resident_bytes,
 )
-from common.model.config import ModelConfig, load_config, load_generation, model_name
+from common.model.config import ModelConfig, parse_config, parse_generation
 from common.model.decoder import Decoder
-from common.model.fingerprint import fingerprint, model_fingerprint
+from common.model.fingerprint import fingerprint
+from common.model.opening import open_model
+from common.model.readers import open_tensors
 from common.model.tensor_files import SafetensorsReader
 from common.model.weights import load_weights
 from common.ops import choose_ops
@@ -60,8 +61,9 @@ def build_engine(
     progress: Progress = lambda done, total: None,
 ) -> BuiltEngine:
     """Loads the model, takes the pool's memory and runs one real step. Raises StartupError."""
-    directory = Path(settings.model)
-    model, generation = load_config(directory), load_generation(directory)
+    source = open_model(settings, weights=True)
+    model = parse_config(source.config())
+    generation = parse_generation(source.config(), source.generation())
     dtype = model.resolve_dtype(settings.dtype)
     layout = model.kv_layout(dtype)
     config = SchedulerConfig(
@@ -78,9 +80,9 @@ def build_engine(
         )
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    revision = model_fingerprint(directory)
-    weights = load_weights(SafetensorsReader(directory), model, dtype, progress=progress)
-    decoder = Decoder(model, weights, choose_ops())
+    revision, reader = source.revision(), open_tensors(source)
+    weights = load_weights(reader, model, dtype, progress=progress)
+    decoder = Decoder(model, weights, choose_ops(model, settings.attention_backend))
     working = warm_up(decoder, layout, min(config.max_num_batched_tokens, config.max_model_len))
     if settings.kv_cache_memory is None:
         plan = MemoryPlan(
@@ -89,7 +91,7 @@ def build_engine(
             utilization=settings.gpu_memory_utilization,
             workers=settings.workers_per_host,
             weights=weights.num_bytes,
-            shared_weights=dtype == model.dtype,
+            shared_weights=dtype == model.dtype and isinstance(reader, SafetensorsReader),
             working=working,
         )
         num_blocks = choose_num_blocks(
@@ -104,7 +106,7 @@ def build_engine(
         pool=pool,
         model=model,
         layout=layout,
-        name=model_name(directory),
+        name=settings.served_model_name or source.name,
         weights_bytes=weights.num_bytes,
         model_revision=revision,
         fingerprint=fingerprint(revision, dtype=dtype, kv_dtype=layout.dtype, layout_id=layout.layout_id),

@@ -1,35 +1,70 @@
 """Reading a model directory's config.json and generation_config.json; needs no torch."""
 
-import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
-from common.errors import ModelError
 from common.layout import DTYPE_BYTES, KVLayout
+from common.model.families import FAMILIES, Family, check_features, parse_ropes, parse_windows
+from common.model.json_file import JsonFile, short
+from common.model.rope import Rope
 
-Value = TypeVar("Value", int, float, bool, str)
+__all__ = [
+    "GenerationDefaults",
+    "JsonFile",
+    "LayerConfig",
+    "ModelConfig",
+    "load_config",
+    "load_generation",
+    "model_name",
+    "parse_config",
+    "parse_generation",
+]
+
+
+MAX_LAYERS = 10_000  # a sane bound, since each of them has an entry here
+
+
+@dataclass(frozen=True, slots=True)
+class LayerConfig:
+    """In what one layer may differ from another."""
+
+    rope: Rope | None  # None: positions play no part
+    window: int | None = None  # how many tokens a query sees, itself included; None: all before it
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The shape of a Llama-like model, whatever its config.json calls it."""
+    """The shape of a decoder, whatever its config.json calls it. Defaults are Llama's."""
 
     architecture: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope_theta: float
     max_position_embeddings: int  # tokens
     tie_word_embeddings: bool
     dtype: str  # the checkpoint's own: a key of DTYPE_BYTES
+    layers: tuple[LayerConfig, ...]
+    attention_scale: float  # of the products of queries and keys
+    activation: str = "silu"  # or "gelu_tanh"
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # a norm of each head of Q and K
+    sandwich_norms: bool = False  # a norm behind attention and MLP, too
+    norm_offset: float = 0.0  # what is added to each norm's weight
+    fused_weights: bool = False  # Q, K and V, and gate and up, are one tensor each in the files
+    embedding_scale: float = 1.0
+    attention_softcap: float | None = None  # the scores' bound, softly
+    logit_softcap: float | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
     def resolve_dtype(self, wanted: str) -> str:
         """The dtype of weights and KV for the setting `wanted`, which may be "auto"."""
@@ -56,94 +91,6 @@ def model_name(directory: Path) -> str:
     return directory.resolve().name
 
 
-class JsonFile:
-    """A JSON object whose keys are checked as they are read; errors name the key and the file."""
-
-    def __init__(self, path: Path, content: dict[str, Any]) -> None:
-        self.path = path
-        self.content = content
-
-    @classmethod
-    def read(cls, path: Path) -> "JsonFile":
-        if not path.parent.is_dir():
-            raise ModelError(f"model directory {path.parent} does not exist", field="model")
-        try:
-            content = json.loads(path.read_bytes())
-        except FileNotFoundError:
-            raise ModelError(f"{path} does not exist", field="model") from None
-        except OSError as error:
-            raise ModelError(f"{path} can't be read: {error.strerror}", field="model") from error
-        except (ValueError, RecursionError) as error:
-            raise ModelError(f"{path} is not JSON: {error}", field="model") from error
-        if not isinstance(content, dict):
-            raise ModelError(f"{path} is not a JSON object", field="model")
-        return cls(path, content)
-
-    def error(self, key: str, problem: str) -> ModelError:
-        return ModelError(f"{self.path}: {key} {problem}", field=key)
-
-    def optional(self, key: str, kind: type[Value]) -> Value | None:
-        """The value of a key; None where it is absent or null. An int passes for a float."""
-        value = self.content.get(key)
-        if value is None:
-            return None
-        if kind is float and type(value) is int and abs(value) < 2**53:
-            return kind(value)
-        if type(value) is not kind or (type(value) is float and not math.isfinite(value)):
-            raise self.error(key, f"must be {_NAMES[kind]}, got {_short(value)}")
-        return value
-
-    def get(self, key: str, kind: type[Value], default: Value | None = None) -> Value:
-        value = self.optional(key, kind)
-        if value is not None:
-            return value
-        if default is None:
-            raise self.error(key, "is missing")
-        return default
-
-    def positive(self, key: str, default: int | None = None) -> int:
-        value = self.get(key, int, default)
-        if not 0 < value < 2**31:
-            raise self.error(key, f"must be a positive 32-bit number, got {value}")
-        return value
-
-    def child(self, key: str) -> "JsonFile | None":
-        value = self.content.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise self.error(key, f"must be an object, got {_short(value)}")
-        return JsonFile(self.path, value)
-
-
-_NAMES: dict[type, str] = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}
-
-
-def _short(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _rope_theta(file: JsonFile) -> float:
-    """transformers 4 keeps rope_theta and rope_scaling at the top, transformers 5 in rope_parameters."""
-    for key in ("rope_scaling", "rope_parameters"):
-        rope = file.child(key)
-        if rope is None:
-            continue
-        kind = rope.optional("rope_type", str) or rope.optional("type", str) or "default"
-        if kind != "default":
-            raise file.error(key, f"of type {kind!r} is not supported (only plain rotary embeddings are)")
-        if rope.get("partial_rotary_factor", float, 1.0) != 1.0:
-            raise file.error(key, "with a partial_rotary_factor is not supported")
-    parameters = file.child("rope_parameters")
-    theta = parameters.optional("rope_theta", float) if parameters else None
-    if theta is None:
-        theta = file.get("rope_theta", float, 10_000.0)  # what Llama checkpoints older than the key were made with
-    if theta <= 0:
-        raise file.error("rope_theta", f"must be above 0, got {theta}")
-    return theta
-
-
 def _dtype(file: JsonFile) -> str:
     key = "dtype" if file.content.get("dtype") is not None else "torch_dtype"
     dtype = file.get(key, str, "float32").removeprefix("torch.")
@@ -152,20 +99,63 @@ def _dtype(file: JsonFile) -> str:
     return dtype
 
 
-def _refuse_llama_variants(file: JsonFile) -> None:
-    for key in ("attention_bias", "mlp_bias", "rope_interleaved"):
-        if file.get(key, bool, False):
-            raise file.error(key, "true is not supported")
-    activation = file.get("hidden_act", str, "silu")
-    if activation != "silu":
-        raise file.error("hidden_act", f"{activation!r} is not supported (only 'silu')")
-    if file.content.get("quantization_config") is not None:
-        raise file.error("quantization_config", "is not supported: the weights must be float32, bfloat16 or float16")
+def load_config(directory: Path) -> ModelConfig:
+    """Reads and checks config.json. Raises ModelError that names the key at fault."""
+    return parse_config(JsonFile.read(Path(directory) / "config.json"))
 
 
-def _llama(file: JsonFile, architecture: str) -> ModelConfig:
-    _refuse_llama_variants(file)
-    hidden_size, num_heads = file.positive("hidden_size"), file.positive("num_attention_heads")
+def parse_config(file: JsonFile) -> ModelConfig:
+    """Checks the content of a config.json. Raises ModelError that names the key at fault."""
+    names = file.content.get("architectures")
+    if not (isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)):
+        raise file.error("architectures", f"must be a list of one name, got {short(names)}")
+    if names[0] not in FAMILIES:
+        raise file.error("architectures", f"{names[0]!r} is not supported (only {', '.join(FAMILIES)})")
+    family = FAMILIES[names[0]]
+    return _parse(JsonFile(file.path, {**family.defaults, **file.content}, file.prefix), family, names[0])
+
+
+def _parse(file: JsonFile, family: Family, architecture: str) -> ModelConfig:
+    check_features(file, family, architecture)
+    hidden_size, num_layers = file.positive("hidden_size"), file.positive("num_hidden_layers")
+    if num_layers > MAX_LAYERS:
+        raise file.error("num_hidden_layers", f"must be {MAX_LAYERS} at most, got {num_layers}")
+    num_heads, num_kv_heads, head_dim = _heads(file, hidden_size)
+    windows = parse_windows(file, family, num_layers)
+    ropes = parse_ropes(file, family, head_dim, windows)
+    limits = [rope.max_positions for rope in ropes if rope is not None and rope.max_positions is not None]
+    attention_bias = file.get("attention_bias", bool, False)
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=file.positive("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=file.positive("intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=file.number("rms_norm_eps", above=0),
+        max_position_embeddings=min([file.positive("max_position_embeddings"), *limits]),
+        tie_word_embeddings=file.get("tie_word_embeddings", bool, False),
+        dtype=_dtype(file),
+        layers=tuple(LayerConfig(rope, window) for rope, window in zip(ropes, windows, strict=True)),
+        attention_scale=file.number("query_pre_attn_scalar", float(head_dim), above=0) ** -0.5,
+        activation=_activation(file, family),
+        qkv_bias=family.qkv_bias or attention_bias,
+        out_bias=attention_bias,
+        mlp_bias=file.get("mlp_bias", bool, False),
+        qk_norm=family.qk_norm,
+        sandwich_norms=family.sandwich_norms,
+        norm_offset=family.norm_offset,
+        fused_weights=family.fused_weights,
+        embedding_scale=hidden_size**0.5 if family.scaled_embedding else 1.0,
+        attention_softcap=_softcap(file, "attn_logit_softcapping"),
+        logit_softcap=_softcap(file, "final_logit_softcapping"),
+    )
+
+
+def _heads(file: JsonFile, hidden_size: int) -> tuple[int, int, int]:
+    """Heads, KV heads, and a head's size."""
+    num_heads = file.positive("num_attention_heads")
     num_kv_heads = file.positive("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise file.error("num_key_value_heads", f"{num_kv_heads} does not divide num_attention_heads {num_heads}")
@@ -174,39 +164,19 @@ def _llama(file: JsonFile, architecture: str) -> ModelConfig:
     head_dim = file.positive("head_dim", hidden_size // num_heads)
     if head_dim % 2:
         raise file.error("head_dim", f"must be even for rotary embeddings, got {head_dim}")
-    eps = file.get("rms_norm_eps", float)
-    if eps <= 0:
-        raise file.error("rms_norm_eps", f"must be above 0, got {eps}")
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=file.positive("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=file.positive("intermediate_size"),
-        num_layers=file.positive("num_hidden_layers"),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        rms_norm_eps=eps,
-        rope_theta=_rope_theta(file),
-        max_position_embeddings=file.positive("max_position_embeddings"),
-        tie_word_embeddings=file.get("tie_word_embeddings", bool, False),
-        dtype=_dtype(file),
-    )
+    return num_heads, num_kv_heads, head_dim
 
 
-# A member of the Llama family joins here, with its own checks and, where it differs, new fields of ModelConfig.
-ARCHITECTURES: dict[str, Callable[[JsonFile, str], ModelConfig]] = {"LlamaForCausalLM": _llama}
+def _activation(file: JsonFile, family: Family) -> str:
+    key = family.activation_key
+    activation = file.get(key, str, "silu")
+    if activation not in family.activations:
+        raise file.error(key, f"{activation!r} is not supported (only {', '.join(family.activations)})")
+    return family.activations[activation]
 
 
-def load_config(directory: Path) -> ModelConfig:
-    """Reads and checks config.json. Raises ModelError that names the key at fault."""
-    file = JsonFile.read(Path(directory) / "config.json")
-    names = file.content.get("architectures")
-    if not (isinstance(names, list) and len(names) == 1 and isinstance(names[0], str)):
-        raise file.error("architectures", f"must be a list of one name, got {_short(names)}")
-    if names[0] not in ARCHITECTURES:
-        raise file.error("architectures", f"{names[0]!r} is not supported (only {', '.join(ARCHITECTURES)})")
-    return ARCHITECTURES[names[0]](file, names[0])
+def _softcap(file: JsonFile, key: str) -> float | None:
+    return None if file.content.get(key) is None else file.number(key, above=0)
 
 
 def _eos_token_ids(file: JsonFile) -> tuple[int, ...] | None:
@@ -215,17 +185,23 @@ def _eos_token_ids(file: JsonFile) -> tuple[int, ...] | None:
         return None
     ids = value if isinstance(value, list) else [value]
     if not all(type(token_id) is int and 0 <= token_id < 2**31 for token_id in ids):
-        raise file.error("eos_token_id", f"must be a token id or a list of them, got {_short(value)}")
+        raise file.error("eos_token_id", f"must be a token id or a list of them, got {short(value)}")
     return tuple(dict.fromkeys(ids))
 
 
 def load_generation(directory: Path) -> GenerationDefaults:
     """generation_config.json, if there is one; EOS falls back to config.json's. Raises ModelError."""
     path = Path(directory) / "generation_config.json"
-    file = JsonFile.read(path) if path.exists() else JsonFile(path, {})
+    config = JsonFile.read(Path(directory) / "config.json")
+    return parse_generation(config, JsonFile.read(path) if path.exists() else None)
+
+
+def parse_generation(config: JsonFile, generation: JsonFile | None) -> GenerationDefaults:
+    """Checks the content of a generation_config.json; EOS falls back to the config's. Raises ModelError."""
+    file = generation or JsonFile(config.path, {})
     eos = _eos_token_ids(file)
     if eos is None:
-        eos = _eos_token_ids(JsonFile.read(Path(directory) / "config.json")) or ()
+        eos = _eos_token_ids(config) or ()
 
     def number(key: str, ok: Callable[[float], bool], wanted: str) -> float | None:
         value = file.optional(key, float)

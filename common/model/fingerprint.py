@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from common.block_hash import BLOCK_SIZE, SCHEME
@@ -13,7 +14,7 @@ SAMPLED_BYTES = 4096  # of each tensor: enough to tell a fine-tune apart, little
 WIRE_VERSION = 1  # of proto/; raised when old and new peers would misread each other
 
 
-def _add(digest: "hashlib._Hash", *parts: bytes) -> None:
+def add_to_digest(digest: "hashlib._Hash", *parts: bytes) -> None:
     """Parts are length-prefixed so that no two lists of them collide."""
     for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
@@ -27,17 +28,22 @@ def model_fingerprint(directory: Path) -> str:
     directory = Path(directory)
     digest = hashlib.sha256()
     config = JsonFile.read(directory / "config.json").content
-    _add(digest, json.dumps(config, sort_keys=True).encode(), _read(directory / "tokenizer.json"))
+    add_to_digest(digest, json.dumps(config, sort_keys=True).encode(), _read(directory / "tokenizer.json"))
     for file in read_checkpoint(directory):
-        _add(digest, file.header)
-        try:
-            with file.path.open("rb") as data:
-                for tensor in file.tensors:
-                    data.seek(tensor.offset)
-                    _add(digest, data.read(min(tensor.num_bytes, SAMPLED_BYTES)))
-        except OSError as error:
-            raise ModelError(f"{file.path} can't be read: {error.strerror}", field="model") from error
+        add_to_digest(digest, file.header)
+        add_tensors(digest, file.path, ((tensor.offset, tensor.num_bytes) for tensor in file.tensors))
     return digest.hexdigest()
+
+
+def add_tensors(digest: "hashlib._Hash", path: Path, places: Iterable[tuple[int, int]]) -> None:
+    """The start of each tensor of a file; a place is (offset, number of bytes). Raises ModelError."""
+    try:
+        with path.open("rb") as data:
+            for offset, num_bytes in places:
+                data.seek(offset)
+                add_to_digest(digest, data.read(min(num_bytes, SAMPLED_BYTES)))
+    except OSError as error:
+        raise ModelError(f"{path} can't be read: {error.strerror}", field="model") from error
 
 
 def _read(path: Path) -> bytes:
@@ -60,5 +66,5 @@ def fingerprint(
     """SHA-256 (hex) of all that two workers must share; `model` is model_fingerprint's answer."""
     digest = hashlib.sha256()
     parts = (model, dtype, kv_dtype, layout_id, str(block_size), hash_scheme, str(wire_version))
-    _add(digest, *(part.encode() for part in parts))
+    add_to_digest(digest, *(part.encode() for part in parts))
     return digest.hexdigest()

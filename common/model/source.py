@@ -4,15 +4,25 @@ Whatever the files are, a source speaks Hugging Face: its config and generation 
 config.json and generation_config.json, its tensors have Hugging Face's names.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from common.model.config import JsonFile
+from common.model.checkpoint import TensorInfo
+from common.model.json_file import JsonFile
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateFile:
+    """A chat template and the file that has it."""
+
+    path: Path
+    text: str  # Jinja
 
 
 class ModelSource(Protocol):
-    """A model's files, opened and checked as far as that needs no tensor. Everything raises ModelError."""
+    """A model's files; each is read and checked when it is asked for. Everything raises ModelError."""
 
     @property
     def path(self) -> Path:
@@ -32,16 +42,24 @@ class ModelSource(Protocol):
         """As generation_config.json, if the model has one."""
         ...
 
-    def tokenizer_json(self) -> str:
-        """As tokenizer.json, for the tokenizers library."""
+    def tokenizer_json(self) -> JsonFile:
+        """As tokenizer.json, which the tokenizers library reads."""
+        ...
+
+    def tokenizer_kind(self) -> str:
+        """What people call the tokenizer, such as BPE or gpt2/llama-bpe."""
         ...
 
     def tokenizer_config(self) -> Mapping[str, Any]:
         """As tokenizer_config.json: special tokens by their roles, and the chat template unless it is apart."""
         ...
 
-    def chat_template(self) -> str | None:
-        """The jinja template that renders a chat."""
+    def chat_template(self) -> TemplateFile | None:
+        """What renders a chat."""
+        ...
+
+    def tensors(self) -> Sequence[TensorInfo]:
+        """As the files have them: a tensor's dtype may be one of GGUF's types."""
         ...
 
     def revision(self) -> str:

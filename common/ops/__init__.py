@@ -2,16 +2,28 @@
 
 import logging
 
-from common.ops import reference
+from common.errors import ConfigError
+from common.log import get_logger, log_event
+from common.model.config import ModelConfig
+from common.native import NativeUnavailable
+from common.ops import native, reference
 from common.ops.table import Ops, StepInput
 
-__all__ = ["Ops", "StepInput", "choose_ops"]
+__all__ = ["BACKENDS", "Ops", "StepInput", "choose_ops"]
 
-_log = logging.getLogger(__name__)
+BACKENDS = ("auto", "native", "torch")
+log = get_logger("ops")
 
 
-def choose_ops() -> Ops:
-    """The best table for this machine; says in one log line which."""
-    ops = reference.OPS
-    _log.info("operations: %s", ops.name)
+def choose_ops(config: ModelConfig, backend: str = "auto") -> Ops:
+    """The best table for this machine and model; says in one log line which. Raises ConfigError if it can't be had."""
+    ops, reason = reference.OPS, ""
+    if backend != "torch":
+        try:
+            ops = native.load_ops(config)
+        except NativeUnavailable as error:
+            if backend == "native":
+                raise ConfigError(f"no native attention: {error}", field="attention_backend") from error
+            reason = str(error)
+    log_event(log, logging.WARNING if reason else logging.INFO, "operations", backend=ops.name, reason=reason or None)
     return ops

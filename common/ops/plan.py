@@ -1,12 +1,13 @@
 """What the reference's rotary embedding and attention need in every layer of a step, worked out once a step."""
 
-import functools
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
 from common.block_hash import BLOCK_SIZE
 from common.model.config import ModelConfig
+from common.ops.rotary import Rotary, rotary
 from common.ops.table import StepInput
 
 ROWS = 16  # a float32 matrix product takes multiples of it: a smaller rest, on any thread, adds up in another order
@@ -17,28 +18,28 @@ GROUP_BYTES = 2 * 2**20  # of float32 keys gathered at once in a decode step: fe
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Successive queries of one prompt, and the key chunks that they see."""
+    """Successive queries of one prompt, and the successive key chunks that they see."""
 
     first_row: int
     last_row: int  # exclusive
+    first_chunk: int  # among the plan's
     masks: tuple[torch.Tensor | None, ...]  # a chunk's: 0 or -inf, [tokens, 1, KEY_CHUNK]; None where all see all
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """A chunk of several tokens of one sequence."""
+    """A chunk of several tokens of one sequence. Its key chunks begin with the first that one of them sees."""
 
     blocks: torch.Tensor  # [key chunks * kv heads * blocks a chunk], rows of a pool: see block_rows
-    num_key_chunks: int
-    context: int  # tokens
     tiles: tuple[Tile, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """All chunks of one token. A pair is a sequence and one of its key chunks; pairs are ordered by key chunk.
+    """All chunks of one token. A pair is a sequence and one of the key chunks that it sees.
 
-    Sequences are ordered from long to short, so those that have a key chunk c are the first counts[c].
+    A sequence's key chunks are counted from the first that it sees, and pairs are ordered by this number. Sequences
+    are ordered from many key chunks to few, so those that have a key chunk c are the first counts[c].
     """
 
     rows: torch.Tensor  # [sequences], their rows in the step
@@ -54,15 +55,27 @@ class DecodePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What all layers of a step share."""
+class AttentionPlan:
+    """What layers with the same window share."""
 
-    config: ModelConfig
-    cos: torch.Tensor  # [T, 1, head dim]
-    sin: torch.Tensor  # [T, 1, head dim], its first half negated
-    token_rows: torch.Tensor  # [T * kv heads], where a pool keeps a token's keys: see block_rows
     prefills: tuple[PrefillPlan, ...]
     decode: DecodePlan | None
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryPlan:
+    """What rotary embedding and the writing of KV share over the layers of a step."""
+
+    config: ModelConfig
+    token_rows: torch.Tensor  # [T * kv heads], where a pool keeps a token's keys: see block_rows
+    rotary: tuple[Rotary | None, ...]  # of each layer; None: nothing is rotated
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(RotaryPlan):
+    """What all operations share; the tuples have an entry a layer, the same one for layers that are alike."""
+
+    attention: tuple[AttentionPlan, ...]
 
 
 def block_rows(blocks: torch.Tensor, config: ModelConfig) -> torch.Tensor:
@@ -75,29 +88,34 @@ def block_rows(blocks: torch.Tensor, config: ModelConfig) -> torch.Tensor:
 
 
 def prepare(step: StepInput, config: ModelConfig, dtype: torch.dtype) -> Plan:
-    cos, sin = _rotary(step.positions, config)
-    token_rows = block_rows(step.token_blocks, config) * BLOCK_SIZE + step.positions[:, None] % BLOCK_SIZE
-    lengths = [end - start for start, end in zip(step.row_starts, step.row_starts[1:], strict=False)]
-    decodes = [i for i, length in enumerate(lengths) if length == 1]
+    """Sorts the chunks into prompts and single tokens, and finds all their rows."""
+    base = prepare_rotary(step, config, dtype)
+    attention = {window: _attention(step, config, window) for window in {layer.window for layer in config.layers}}
     return Plan(
-        config=config,
-        cos=cos.to(dtype),
-        sin=sin.to(dtype),
-        token_rows=token_rows.view(-1),
-        prefills=tuple(_prefill(step, config, i) for i, length in enumerate(lengths) if length > 1),
-        decode=_decode(step, config, decodes) if decodes else None,
+        config, base.token_rows, base.rotary, attention=tuple(attention[layer.window] for layer in config.layers)
     )
 
 
-@functools.cache
-def _frequencies(theta: float, head_dim: int) -> torch.Tensor:
-    return 1.0 / theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+def prepare_rotary(step: StepInput, config: ModelConfig, dtype: torch.dtype) -> RotaryPlan:
+    """The part that other backends' attention shares."""
+    token_rows = block_rows(step.token_blocks, config) * BLOCK_SIZE + step.positions[:, None] % BLOCK_SIZE
+    ropes = {layer.rope for layer in config.layers}
+    tables = {rope: None if rope is None else rotary(step.positions, rope, config.head_dim, dtype) for rope in ropes}
+    return RotaryPlan(config, token_rows.view(-1), tuple(tables[layer.rope] for layer in config.layers))
 
 
-def _rotary(positions: torch.Tensor, config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    angles = positions[:, None, None].float() * _frequencies(config.rope_theta, config.head_dim)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+def _attention(step: StepInput, config: ModelConfig, window: int | None) -> AttentionPlan:
+    lengths = [end - start for start, end in pairwise(step.row_starts)]
+    decodes = [i for i, length in enumerate(lengths) if length == 1]
+    return AttentionPlan(
+        prefills=tuple(_prefill(step, config, window, i) for i, length in enumerate(lengths) if length > 1),
+        decode=_decode(step, config, window, decodes) if decodes else None,
+    )
+
+
+def _first_seen(position: int, window: int | None) -> int:
+    """The first key chunk that a query sees."""
+    return 0 if window is None else max(0, position - window + 1) // KEY_CHUNK
 
 
 def _chunk_blocks(tables: torch.Tensor, num_key_chunks: int) -> torch.Tensor:
@@ -108,41 +126,51 @@ def _chunk_blocks(tables: torch.Tensor, num_key_chunks: int) -> torch.Tensor:
     return torch.cat([tables, filling], 1).view(len(tables), num_key_chunks, -1)
 
 
-def _prefill(step: StepInput, config: ModelConfig, index: int) -> PrefillPlan:
+def _prefill(step: StepInput, config: ModelConfig, window: int | None, index: int) -> PrefillPlan:
     context, first, last = step.contexts[index], step.row_starts[index], step.row_starts[index + 1]
-    num_key_chunks = -(-context // KEY_CHUNK)
-    blocks = _chunk_blocks(step.block_tables[index : index + 1], num_key_chunks)[0]
     offset = context - last  # from a row to its position
+    first_chunk = _first_seen(first + offset, window)
+    blocks = _chunk_blocks(step.block_tables[index : index + 1], -(-context // KEY_CHUNK))[0, first_chunk:]
     tiles = []
     for tile_first in range(first, last, QUERY_TILE):
         tile_last = min(tile_first + QUERY_TILE, last)
-        positions = torch.arange(tile_first, tile_last) + offset
+        positions = torch.arange(tile_first, tile_last)[:, None, None] + offset
+        begin = _first_seen(tile_first + offset, window)
         masks: list[torch.Tensor | None] = []
-        for key_first in range(0, tile_last + offset, KEY_CHUNK):
+        for key_first in range(begin * KEY_CHUNK, tile_last + offset, KEY_CHUNK):
             all_seen = key_first + KEY_CHUNK - 1 <= tile_first + offset
             keys = torch.arange(key_first, key_first + KEY_CHUNK)
-            masks.append(None if all_seen else _mask(keys > positions[:, None, None]))
-        tiles.append(Tile(tile_first, tile_last, tuple(masks)))
+            hidden = keys > positions
+            if window is not None:
+                all_seen = all_seen and key_first > tile_last - 1 + offset - window
+                hidden |= keys <= positions - window
+            masks.append(None if all_seen else _mask(hidden))
+        tiles.append(Tile(tile_first, tile_last, begin - first_chunk, tuple(masks)))
     rows = block_rows(blocks, config).transpose(1, 2).reshape(-1)
-    return PrefillPlan(rows, num_key_chunks, context, tuple(tiles))
+    return PrefillPlan(rows, tuple(tiles))
 
 
-def _decode(step: StepInput, config: ModelConfig, indices: list[int]) -> DecodePlan:
-    order = sorted(indices, key=lambda i: -step.contexts[i])
-    contexts = torch.tensor([step.contexts[i] for i in order])
-    num_key_chunks = -(-contexts // KEY_CHUNK)
-    counts = tuple(int((num_key_chunks > chunk).sum()) for chunk in range(int(num_key_chunks[0])))
+def _decode(step: StepInput, config: ModelConfig, window: int | None, indices: list[int]) -> DecodePlan:
+    first_seen = {i: _first_seen(step.contexts[i] - 1, window) for i in indices}
+    num_chunks = {i: -(-step.contexts[i] // KEY_CHUNK) - first_seen[i] for i in indices}
+    order = sorted(indices, key=lambda i: -num_chunks[i])
+    counts = tuple(sum(num_chunks[i] > chunk for i in order) for chunk in range(num_chunks[order[0]]))
     owners = torch.cat([torch.arange(count) for count in counts])
     chunks = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-    blocks = _chunk_blocks(step.block_tables[order], len(counts))[owners, chunks]  # [pairs, blocks a chunk]
+    chunks += torch.tensor([first_seen[i] for i in order])[owners]
+    blocks = _chunk_blocks(step.block_tables[order], int(chunks.max()) + 1)[owners, chunks]  # [pairs, blocks a chunk]
     keys = chunks[:, None] * KEY_CHUNK + torch.arange(KEY_CHUNK)
+    contexts = torch.tensor([step.contexts[i] for i in order])[owners, None]
+    hidden = keys >= contexts
+    if window is not None:
+        hidden |= keys < contexts - window
     kv_heads, head_dim, heads_each = config.num_kv_heads, config.head_dim, config.num_heads // config.num_kv_heads
     group = min(len(owners), max(1, GROUP_BYTES // (kv_heads * KEY_CHUNK * head_dim * 4)))
     return DecodePlan(
         rows=torch.tensor([step.row_starts[i] for i in order]),
         owners=owners,
         blocks=block_rows(blocks, config).transpose(1, 2).flatten(1),
-        masks=_mask(keys >= contexts[owners, None])[:, None, None],
+        masks=_mask(hidden)[:, None, None],
         counts=counts,
         group=group,
         queries=torch.zeros(group, kv_heads, -(-heads_each // ROWS) * ROWS, head_dim),

@@ -23,6 +23,7 @@ class StepInput:
 
 
 Prepare = Callable[[StepInput, ModelConfig, torch.dtype], Any]
+Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 AddNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -37,10 +38,13 @@ class Ops:
 
     name: str
     embedding: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # ids [T], weight -> [T, hidden]
-    linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # x [T, in], weight -> [T, out]
+    linear: Linear  # x [T, in], weight, bias [out] or None -> [T, out]
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]  # x, weight, eps
+    # A weight of a norm may be float32 where x is not; then all of the norm is, and its answer is rounded once.
     add_rms_norm: AddNorm  # x, residual, weight, eps -> norm(x + residual), x + residual
     silu_and_mul: Callable[[torch.Tensor], torch.Tensor]  # gate and up [T, 2 * inner] -> [T, inner]
+    gelu_and_mul: Callable[[torch.Tensor], torch.Tensor]  # the same with GELU's tanh approximation
+    soft_cap: Callable[[torch.Tensor, float], torch.Tensor]  # float32 x, cap -> cap * tanh(x / cap)
     logits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # x [S, hidden], head -> float32 [S, vocab]
     prepare: Prepare  # step, model, dtype of activations and cache
     rotary_and_store: Callable[[torch.Tensor, torch.Tensor, int, Any], torch.Tensor]

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from common.rpc import types_pb2 as common_dot_rpc_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13\x63ommon/rpc/kv.proto\x12\nkvrelay.v1\x1a\x16\x63ommon/rpc/types.proto\"\xbb\x01\n\x08KVHandle\x12\n\n\x02id\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\x11\n\tlayout_id\x18\x05 \x01(\t\x12\x11\n\tblock_ids\x18\x06 \x03(\r\x12\x12\n\nnum_tokens\x18\x07 \x01(\r\x12\x0f\n\x07lease_s\x18\x08 \x01(\x01\x12#\n\x03key\x18\t \x01(\x0b\x32\x16.kvrelay.v1.AttemptKey\"G\n\x0e\x43onnectRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x11\n\tlayout_id\x18\x03 \x01(\t\"\x85\x01\n\x0eTransportOffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x36\n\x06params\x18\x02 \x03(\x0b\x32&.kvrelay.v1.TransportOffer.ParamsEntry\x1a-\n\x0bParamsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\\\n\x0c\x43onnectReply\x12*\n\x06offers\x18\x01 \x03(\x0b\x32\x1a.kvrelay.v1.TransportOffer\x12 \n\x05\x65rror\x18\x02 \x01(\x0b\x32\x11.kvrelay.v1.Error\"?\n\x0cProveRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\r\n\x05proof\x18\x03 \x01(\x0c\".\n\nProveReply\x12 \n\x05\x65rror\x18\x01 \x01(\x0b\x32\x11.kvrelay.v1.Error\"C\n\x0cRenewRequest\x12\x11\n\thandle_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x11\n\treader_id\x18\x03 \x01(\x06\"?\n\nRenewReply\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\x12 \n\x05\x65rror\x18\x02 \x01(\x0b\x32\x11.kvrelay.v1.Error\"E\n\x0eReleaseRequest\x12\x11\n\thandle_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x11\n\treader_id\x18\x03 \x01(\x06\"H\n\x0cReleaseReply\x12\x16\n\x0eheld_until_now\x18\x01 \x01(\x08\x12 \n\x05\x65rror\x18\x02 \x01(\x0b\x32\x11.kvrelay.v1.Error2\xfc\x01\n\x02KV\x12?\n\x07\x43onnect\x12\x1a.kvrelay.v1.ConnectRequest\x1a\x18.kvrelay.v1.ConnectReply\x12\x39\n\x05Prove\x12\x18.kvrelay.v1.ProveRequest\x1a\x16.kvrelay.v1.ProveReply\x12\x39\n\x05Renew\x12\x18.kvrelay.v1.RenewRequest\x1a\x16.kvrelay.v1.RenewReply\x12?\n\x07Release\x12\x1a.kvrelay.v1.ReleaseRequest\x1a\x18.kvrelay.v1.ReleaseReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13\x63ommon/rpc/kv.proto\x12\nkvrelay.v1\x1a\x16\x63ommon/rpc/types.proto\"\xbb\x01\n\x08KVHandle\x12\n\n\x02id\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x06\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12\x11\n\tlayout_id\x18\x05 \x01(\t\x12\x11\n\tblock_ids\x18\x06 \x03(\r\x12\x12\n\nnum_tokens\x18\x07 \x01(\r\x12\x0f\n\x07lease_s\x18\x08 \x01(\x01\x12#\n\x03key\x18\t \x01(\x0b\x32\x16.kvrelay.v1.AttemptKey\"G\n\x0e\x43onnectRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x11\n\tlayout_id\x18\x03 \x01(\t\"\x85\x01\n\x0eTransportOffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x36\n\x06params\x18\x02 \x03(\x0b\x32&.kvrelay.v1.TransportOffer.ParamsEntry\x1a-\n\x0bParamsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\\\n\x0c\x43onnectReply\x12*\n\x06offers\x18\x01 \x03(\x0b\x32\x1a.kvrelay.v1.TransportOffer\x12 \n\x05\x65rror\x18\x02 \x01(\x0b\x32\x11.kvrelay.v1.Error\"?\n\x0cProveRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\r\n\x05proof\x18\x03 \x01(\x0c\".\n\nProveReply\x12 \n\x05\x65rror\x18\x01 \x01(\x0b\x32\x11.kvrelay.v1.Error\"V\n\x0cRenewRequest\x12\x11\n\thandle_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x11\n\treader_id\x18\x03 \x01(\x06\x12\x11\n\tblock_ids\x18\x04 \x03(\r\"?\n\nRenewReply\x12\x0f\n\x07lease_s\x18\x01 \x01(\x01\x12 \n\x05\x65rror\x18\x02 \x01(\x0b\x32\x11.kvrelay.v1.Error\"E\n\x0eReleaseRequest\x12\x11\n\thandle_id\x18\x01 \x01(\x0c\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x11\n\treader_id\x18\x03 \x01(\x06\"H\n\x0cReleaseReply\x12\x16\n\x0eheld_until_now\x18\x01 \x01(\x08\x12 \n\x05\x65rror\x18\x02 \x01(\x0b\x32\x11.kvrelay.v1.Error2\xfc\x01\n\x02KV\x12?\n\x07\x43onnect\x12\x1a.kvrelay.v1.ConnectRequest\x1a\x18.kvrelay.v1.ConnectReply\x12\x39\n\x05Prove\x12\x18.kvrelay.v1.ProveRequest\x1a\x16.kvrelay.v1.ProveReply\x12\x39\n\x05Renew\x12\x18.kvrelay.v1.RenewRequest\x1a\x16.kvrelay.v1.RenewReply\x12?\n\x07Release\x12\x1a.kvrelay.v1.ReleaseRequest\x1a\x18.kvrelay.v1.ReleaseReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -49,13 +49,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PROVEREPLY']._serialized_start=617
   _globals['_PROVEREPLY']._serialized_end=663
   _globals['_RENEWREQUEST']._serialized_start=665
-  _globals['_RENEWREQUEST']._serialized_end=732
-  _globals['_RENEWREPLY']._serialized_start=734
-  _globals['_RENEWREPLY']._serialized_end=797
-  _globals['_RELEASEREQUEST']._serialized_start=799
-  _globals['_RELEASEREQUEST']._serialized_end=868
-  _globals['_RELEASEREPLY']._serialized_start=870
-  _globals['_RELEASEREPLY']._serialized_end=942
-  _globals['_KV']._serialized_start=945
-  _globals['_KV']._serialized_end=1197
+  _globals['_RENEWREQUEST']._serialized_end=751
+  _globals['_RENEWREPLY']._serialized_start=753
+  _globals['_RENEWREPLY']._serialized_end=816
+  _globals['_RELEASEREQUEST']._serialized_start=818
+  _globals['_RELEASEREQUEST']._serialized_end=887
+  _globals['_RELEASEREPLY']._serialized_start=889
+  _globals['_RELEASEREPLY']._serialized_end=961
+  _globals['_KV']._serialized_start=964
+  _globals['_KV']._serialized_end=1216
 # @@protoc_insertion_point(module_scope)

@@ -79,14 +79,16 @@ class ProveReply(_message.Message):
     def __init__(self, error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
-    __slots__ = ("handle_id", "epoch", "reader_id")
+    __slots__ = ("handle_id", "epoch", "reader_id", "block_ids")
     HANDLE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     READER_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     handle_id: bytes
     epoch: int
     reader_id: int
-    def __init__(self, handle_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., reader_id: _Optional[int] = ...) -> None: ...
+    block_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, handle_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., reader_id: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RenewReply(_message.Message):
     __slots__ = ("lease_s", "error")

@@ -1,0 +1,39 @@
+"""kvrelay bench: measures against the machine's limits and against other servers."""
+
+import argparse
+import importlib
+from dataclasses import replace
+from typing import Any
+
+from bench.options import BatchingOptions, HandoverOptions, RouterOptions, ServeOptions, StepOptions
+from common.config import add_arguments, from_arguments
+
+KINDS: dict[str, tuple[type, str, str]] = {  # the options, the module that takes them, a help text
+    "step": (StepOptions, "bench.step", "the engine's own steps, against the machine's limits"),
+    "handover": (HandoverOptions, "bench.handover", "KV from one process to another, against memcpy"),
+    "serve": (ServeOptions, "bench.serve", "a running server under load: TTFT, TPOT, gaps, goodput"),
+    "router": (RouterOptions, "bench.overhead", "CPU time a token of router and wire, and the latency they add"),
+    "batching": (
+        BatchingOptions,
+        "bench.batching",
+        "continuous against static batching, and paged against preallocated memory",
+    ),
+}
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = subparsers.add_parser("bench", description="Measures; every figure is a median and says of how many runs.")
+    kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
+    for name, (options, _, text) in KINDS.items():
+        add_arguments(kinds.add_parser(name, help=text, description=f"Measures {text}."), options)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    kind, module_name, _ = KINDS[arguments.kind]
+    options: Any = from_arguments(kind, arguments)
+    if kind is not ServeOptions and options.model is None:
+        from cli.model import ensure_demo_model
+
+        options = replace(options, model=str(ensure_demo_model()))
+    status: int = importlib.import_module(module_name).run(options)
+    return status

@@ -1,0 +1,19 @@
+"""Where this user's models and native builds are kept."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from common.errors import ConfigError
+
+
+def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """$KVRELAY_CACHE, else kvrelay in the user's cache directory. Raises ConfigError where there is neither."""
+    if own := environ.get("KVRELAY_CACHE"):
+        return Path(own).expanduser().absolute()
+    if (shared := environ.get("XDG_CACHE_HOME")) and os.path.isabs(shared):  # a relative one is to be ignored
+        return Path(shared) / "kvrelay"
+    try:
+        return Path.home() / ".cache" / "kvrelay"
+    except RuntimeError as error:
+        raise ConfigError("there is no home directory: set KVRELAY_CACHE", field="KVRELAY_CACHE") from error
