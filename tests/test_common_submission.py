@@ -1,4 +1,4 @@
-"""A submission becomes the right sequences, and a bad one is refused by both pools, naming its field, before it runs."""
+"""A submission becomes the right sequences; a bad one is refused by both pools, naming its field, before it runs."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace

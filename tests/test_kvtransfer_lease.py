@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from common.deadlines import Deadlines
-from common.errors import Draining, EpochMismatch, HandleTaken, KVExpired
+from common.errors import Draining, EpochMismatch, HandleTaken, HandoverError, KVExpired
 from kvtransfer.lease import HANDLE_ID_BYTES, ROUTER, LeaseTable
 
 EPOCH, LEASE_S = 7, 30.0
@@ -111,6 +111,15 @@ def test_only_one_reader_gets_a_handle(holder):
     assert holder.table.release(lease.id, EPOCH, READER)
     with pytest.raises(HandleTaken):
         holder.table.release(lease.id, EPOCH, OTHER)
+
+
+@pytest.mark.parametrize("block_ids", [(3, 1), (3, 1, 2, 4), (3, 2, 1), (4, 5, 6)])
+def test_a_claim_on_other_blocks_than_the_leases_is_refused_and_claims_nothing(holder, block_ids):
+    lease = holder.hold(3, 1, 2)
+    with pytest.raises(HandoverError) as refused:
+        holder.table.renew(lease.id, EPOCH, READER, block_ids)
+    assert (type(refused.value), refused.value.field) == (HandoverError, "block_ids")
+    assert holder.table.renew(lease.id, EPOCH, OTHER, [3, 1, 2]) == LEASE_S
 
 
 def test_the_router_renews_before_and_after_the_claim_and_claims_nothing(holder):

@@ -167,9 +167,23 @@ def test_hostile_headers_are_refused_in_one_line(content: bytes, problem: str, t
     assert "\n" not in str(caught.value)
 
 
-def test_what_a_name_contains_stays_on_its_line(tmp_path: Path):
-    (tmp_path / "x.gguf").write_bytes(file(info("a\n\x1b[31m" * 100, kind=99), infos=1))
-    with pytest.raises(ModelError, match="ggml type 99") as caught:
+NASTY = "a\n\x1b[31m" * 100
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        file(info(NASTY, kind=99), infos=1),
+        file(pair(NASTY, 99, b""), pairs=1),
+        file(text(NASTY), pairs=1, data=0)[: 24 + 8 + len(NASTY)],
+        file(pair(NASTY, 0, b"\1"), pair(NASTY, 0, b"\1"), pairs=2),
+        file(pair(NASTY, STRING, struct.pack("<Q", 2**40)), pairs=1),
+    ],
+    ids=range(5),
+)
+def test_what_a_name_contains_stays_on_its_line(content: bytes, tmp_path: Path):
+    (tmp_path / "x.gguf").write_bytes(content)
+    with pytest.raises(ModelError) as caught:
         read_gguf(tmp_path / "x.gguf")
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 400

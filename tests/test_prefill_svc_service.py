@@ -1,6 +1,7 @@
 """A prefill worker computes prompts, holds their KV for one reader, and keeps nothing of whatever ends otherwise."""
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -302,6 +303,26 @@ async def test_an_abort_after_the_first_token_leaves_the_lease_to_whoever_has_th
     await stream.heartbeat()
     assert service.leases.num_held == 1
     await release(holder, first)
+
+
+async def test_aborts_at_any_moment_hold_nothing_but_what_was_handed_out(
+    service: PrefillService, stream: WorkerStream, holder: HolderClient
+) -> None:
+    moments = random.Random(0)
+
+    async def start_and_stop(request: str) -> None:
+        await stream.submit(prompt(moments.choice([20, CHUNK, 2 * CHUNK + 1])), request=request, cache_salt=request)
+        await asyncio.sleep(moments.random() * 0.03)
+        await stream.abort(request)
+
+    for turn in range(4):
+        await asyncio.gather(*(start_and_stop(f"{turn} {number}") for number in range(12)))
+    await eventually(lambda: service.relay_server.num_attempts == 0)
+    await stream.heartbeat()
+    handed_out = [message for kind, message in stream.events if kind == "first_tokens"]
+    await eventually(lambda: service.engine.load().running == 0)
+    assert service.leases.num_held == len(handed_out)
+    await release(holder, *handed_out)
 
 
 async def test_a_newer_attempt_replaces_one_that_is_being_computed(

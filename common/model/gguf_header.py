@@ -143,7 +143,7 @@ class _Reader:
             key = self._string("a metadata key")
             if key in metadata:
                 raise self._error(f"has the metadata key {_short(key)} twice")
-            metadata[key] = self._value(self._number("I", key), _short(key), MAX_NESTING)
+            metadata[key] = self._value(self._number("I", _short(key)), _short(key), MAX_NESTING)
         infos = [self._info() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
