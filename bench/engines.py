@@ -20,7 +20,14 @@ FIRST_ID = 256  # special tokens tend to come first
 
 
 def settings(
-    model: str, dtype: str, *, threads: int, max_model_len: int, max_num_seqs: int, caching: bool = False
+    model: str,
+    dtype: str,
+    *,
+    threads: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    caching: bool = False,
+    attention_backend: str = "auto",
 ) -> EngineConfig:
     """With room for max_num_seqs of the longest sequences, memory permitting."""
     return EngineConfig(
@@ -29,6 +36,7 @@ def settings(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         enable_prefix_caching=caching,
+        attention_backend=attention_backend,
         threads=threads,
     )
 

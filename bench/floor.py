@@ -28,30 +28,29 @@ def layer_parameters(model: ModelConfig) -> int:
 
 
 def weight_bytes(model: ModelConfig, dtype: str) -> int:
-    """What every step reads: the matrices and norms of all layers, and the LM head; not the embedding."""
+    """What every step reads: all layers' matrices and two norms each, and the LM head. Biases are left out as small."""
     norms = (2 * model.num_layers + 1) * model.hidden_size
     head = model.vocab_size * model.hidden_size
     return (model.num_layers * layer_parameters(model) + norms + head) * DTYPE_BYTES[dtype]
 
 
-def step_work(model: ModelConfig, dtype: str, *, sampled: int, new_tokens: int, seen: int, cached: int) -> Work:
-    """`seen`: tokens that the new ones look at, summed over them. `cached`: tokens whose KV is read from memory."""
-    query_width = model.num_heads * model.head_dim
-    products = new_tokens * model.num_layers * layer_parameters(model) + sampled * model.vocab_size * model.hidden_size
-    attention = 2 * seen * model.num_layers * query_width  # scores, and the sum of the values
-    layout = model.kv_layout(dtype)
-    return Work(
-        bytes=weight_bytes(model, dtype) + cached * layout.block_bytes // layout.block_size,
-        flops=2 * (products + attention),
-    )
-
-
 def prefill_work(model: ModelConfig, dtype: str, tokens: int) -> Work:
-    """One prompt, in one step; each token sees those before it and itself."""
-    return step_work(model, dtype, sampled=1, new_tokens=tokens, seen=tokens * (tokens + 1) // 2, cached=tokens)
+    """One prompt, in one step; each token sees those before it and itself, as far as a layer's window goes."""
+    windows = [min(layer.window or tokens, tokens) for layer in model.layers]
+    seen = [window * (window + 1) // 2 + (tokens - window) * window for window in windows]
+    return _work(model, dtype, new_tokens=tokens, sampled=1, seen=sum(seen), read=tokens * model.num_layers)
 
 
 def decode_work(model: ModelConfig, dtype: str, batch: int, context: int) -> Work:
     """A token each for `batch` sequences that have `context` tokens in the cache."""
-    seen = batch * (context + 1)
-    return step_work(model, dtype, sampled=batch, new_tokens=batch, seen=seen, cached=batch * context)
+    seen = sum(min(layer.window or context + 1, context + 1) for layer in model.layers)
+    read = seen - model.num_layers  # a token's own keys and values are at hand
+    return _work(model, dtype, new_tokens=batch, sampled=batch, seen=batch * seen, read=batch * read)
+
+
+def _work(model: ModelConfig, dtype: str, *, new_tokens: int, sampled: int, seen: int, read: int) -> Work:
+    """`seen`: keys that queries meet, `read`: tokens whose keys and values come from memory; both over all layers."""
+    products = new_tokens * model.num_layers * layer_parameters(model) + sampled * model.vocab_size * model.hidden_size
+    attention = 2 * seen * model.num_heads * model.head_dim  # scores, and the sum of the values
+    kv_bytes = 2 * model.num_kv_heads * model.head_dim * DTYPE_BYTES[dtype]
+    return Work(bytes=weight_bytes(model, dtype) + read * kv_bytes, flops=2 * (products + attention))

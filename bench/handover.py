@@ -175,6 +175,7 @@ def figures(times: Times, step_ms: Sequence[float], size: int) -> Row:
 def run(options: HandoverOptions) -> int:
     """Prints a row for blocks that lie side by side, and one for blocks that don't."""
     logging.disable(logging.WARNING)
+    choose(options.transport)  # what is wrong with it is said before the model is read
     model, longest = str(options.model), max(options.tokens, options.context + BACKGROUND_TOKENS) + 4
     seqs = 2 * options.batch + 2  # newcomers, and a new batch that comes before the old one has gone
     built = build(settings(model, options.dtype, threads=options.threads, max_model_len=longest, max_num_seqs=seqs))

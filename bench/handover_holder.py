@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.pinned import module_command
+from bench.pinned import ERROR, module_command, run_child
 from common.deadlines import Deadlines
 from common.engine.kv_cache import KVPool
 from common.errors import KVRelayError
@@ -106,6 +106,8 @@ class Holder:
         if not line:
             raise KVRelayError("the holder's process has ended")
         answer: dict[str, Any] = json.loads(line)
+        if ERROR in answer:
+            raise KVRelayError(answer[ERROR])
         return answer
 
 
@@ -131,4 +133,4 @@ async def running_holder(layout: KVLayout, num_blocks: int, transport: str) -> A
 
 
 if __name__ == "__main__":
-    main()
+    run_child(main)

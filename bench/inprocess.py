@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 
 from bench.cpu_times import process_time
 from bench.engines import build, greedy, settings
+from bench.pinned import run_child
 from common.engine.batch import StepOutput
 from common.engine.engine import Engine
 from common.engine.loop import EngineLoop
@@ -113,4 +114,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_child(main)

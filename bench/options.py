@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from common.config import POSITIVE, setting
 from common.errors import ConfigError
 
-MODEL = "model directory (default: the demo model, fetched once)"
+MODEL = "model directory, GGUF file or owner/name on the hub (default: the demo model, fetched once)"
 JSON = "one JSON object a row instead of a table"
 TRACE = "a Mooncake .jsonl or an Azure .csv with arrivals and lengths"
 
@@ -16,6 +16,7 @@ class StepOptions:
 
     model: str | None = setting(None, MODEL)
     dtype: str = setting("auto", "of weights and KV", choices=("auto", "float32", "bfloat16", "float16"))
+    attention_backend: str = setting("auto", "as of a worker", choices=("auto", "native", "torch"))
     cores: str = setting("1,2", "core counts, comma-separated; each is measured in a process bound to as many")
     prefill: str = setting("512,2048", "prompt lengths, tokens")
     batches: str = setting("1,8,32", "batch sizes of decode")

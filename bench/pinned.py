@@ -6,13 +6,14 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cli.child import describe_exit
 from common.errors import ConfigError, KVRelayError
 from common.process import die_with_parent
 
+ERROR = "error"  # the key of an answer that is one
 THREAD_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -50,9 +51,21 @@ async def run_pinned(command: Sequence[str], cores: int, timeout_s: float, stdin
         if process.returncode is None:
             process.kill()
             await process.wait()
+    rows = [row for line in output.splitlines() if (row := _object(line)) is not None]
+    for row in rows:
+        if ERROR in row:
+            raise KVRelayError(str(row[ERROR]))
     if process.returncode:
         raise KVRelayError(f"{shown}: {describe_exit(process.returncode)}")
-    return [row for line in output.splitlines() if (row := _object(line)) is not None]
+    return rows
+
+
+def run_child(main: Callable[[], None]) -> None:
+    """The main function of a child of ours: an error of ours is its last answer."""
+    try:
+        main()
+    except KVRelayError as error:
+        print(json.dumps({ERROR: error.message}), flush=True)
 
 
 def _prepare(parent: int, places: tuple[int, ...]) -> None:

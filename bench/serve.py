@@ -1,9 +1,9 @@
 """kvrelay bench serve: a running server under load that comes when it comes, and how its users fare.
 
-TTFT is taken by the client, from sending to the first text; what of it was queue and prefill is what the router says
-in its report of each request, and the rest is text, wire and the client itself. TPOT is a request's mean time per
-token after the first; gaps are the times between successive events of all answers. A request is good if it meets
-both limits; goodput counts good requests a second.
+TTFT is taken by the client, from sending to the first text. What of it was queue and prefill is what the router says
+in its report of each request; first_token_ms is the rest: the router's text and wire, and the client itself. TPOT is
+a request's mean time per token after the first; gaps are the times between successive events of all answers. A
+request is good if it meets both limits; goodput counts good requests a second.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from common.errors import Unavailable
 PERCENTILES = (50, 90, 99)
 COLUMNS = (
     *("seeds", "requests", "failed", "rate", "ttft_ms_p50", "ttft_ms_p99", "queue_ms_p50", "prefill_ms_p50"),
-    *("rest_ms_p50", "tpot_ms_p50", "tpot_ms_p99", "gap_ms_p50", "gap_ms_p99", "tokens_per_s", "goodput_per_s"),
+    *("first_token_ms_p50", "tpot_ms_p50", "tpot_ms_p99", "gap_ms_p50", "gap_ms_p99", "tokens_per_s", "goodput_per_s"),
 )
 
 
@@ -34,7 +34,7 @@ def figures(outcomes: Sequence[Outcome], slo_ttft_ms: float, slo_tpot_ms: float)
         "ttft_ms": [outcome.ttft_s * 1e3 for outcome in good],
         "queue_ms": queue_ms,
         "prefill_ms": prefill_ms,
-        "rest_ms": [
+        "first_token_ms": [
             outcome.ttft_s * 1e3 - _report_ms(outcome, "router_queue_s", "prefill_queue_s", "prefill_s")
             for outcome in good
             if outcome.report

@@ -132,6 +132,7 @@ async def measure(options: StepOptions) -> int:
     wanted: dict[str, Any] = {
         "model": model,
         "dtype": options.dtype,
+        "attention_backend": options.attention_backend,
         "prefill": counts(options.prefill, "prefill"),
         "batches": counts(options.batches, "batches"),
         "contexts": counts(options.contexts, "contexts"),

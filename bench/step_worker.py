@@ -14,6 +14,7 @@ from bench import probe
 from bench.cpu_times import Disturbance
 from bench.engines import Stopwatch, admit, build, fill_pool, greedy, random_ids, run_to_end, settings, timed_step
 from bench.floor import decode_work, prefill_work
+from bench.pinned import run_child
 from bench.stats import median
 from common.engine.build import BuiltEngine
 from common.engine.sequence import Sequence
@@ -28,6 +29,7 @@ class Round:
 
     model: str
     dtype: str
+    attention_backend: str
     cores: int
     prefill: tuple[int, ...]
     batches: tuple[int, ...]
@@ -45,6 +47,7 @@ def built_for(wanted: Round) -> BuiltEngine:
         threads=wanted.cores,
         max_model_len=longest,
         max_num_seqs=max(wanted.batches),
+        attention_backend=wanted.attention_backend,
     )
     return build(config, wanted.max_num_batched_tokens)
 
@@ -103,4 +106,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_child(main)

@@ -111,7 +111,7 @@ class Pipeline:
         salt = run.request.cache_salt
         await self._workers.decode_worker(tokens, salt, None)  # without one, a prefill would be in vain
         run.report.router_queue_s += run.elapsed_s() - before
-        picked = self._workers.pick_prefill(tokens, salt)
+        picked = self._workers.pick_prefill(tokens, salt, run.failed)
         if picked is None:
             await self._decode(run, answers, key, None)
             return
@@ -120,15 +120,16 @@ class Pipeline:
             first = await self._prefill(run, answers, key, client)
         finally:
             expectation.answered()
-        handle = KVHandle.from_proto(first.handle) if first.HasField("handle") else None
-        async with self._held(client, handle) as held:
-            for token in first.tokens:
-                run.accept(token)
-            live = [answer for answer in answers if not answer.finished]
-            if live and held is None:
-                raise HandoverError("the prefill worker sent tokens without their KV")
-            if live:
-                await self._decode(run, live, key, held)
+        with run.blaming(client, HandoverError):  # as well as the decode worker: either may be at fault
+            handle = KVHandle.from_proto(first.handle) if first.HasField("handle") else None
+            async with self._held(client, handle) as held:
+                for token in first.tokens:
+                    run.accept(token)
+                live = [answer for answer in answers if not answer.finished]
+                if live and held is None:
+                    raise HandoverError("the prefill worker sent tokens without their KV")
+                if live:
+                    await self._decode(run, live, key, held)
 
     def _tokens(self, run: Run, answers: list[Answer]) -> tuple[int, ...]:
         """The prompt and what the answers have in common so far."""
@@ -141,7 +142,7 @@ class Pipeline:
         num_tokens = len(submission.prompt_ids) + len(submission.forks[0].output_ids)
         patience_s = self._prefill_patience_s(client, num_tokens)
         command = prefill_pb2.PrefillCommand(submit=submission)
-        with client.attempt(submission.key, command, num_tokens) as stream:
+        with run.blaming(client), client.attempt(key, command, num_tokens) as stream:
             while True:
                 kind, message = await stream.next(patience_s)
                 if kind == "first_tokens":
@@ -160,7 +161,7 @@ class Pipeline:
         before = run.elapsed_s()
         fingerprint = held.handle.fingerprint if held else None
         tokens = self._tokens(run, answers)
-        client = await self._workers.decode_worker(tokens, run.request.cache_salt, fingerprint)
+        client = await self._workers.decode_worker(tokens, run.request.cache_salt, fingerprint, run.failed)
         run.report.router_queue_s += run.elapsed_s() - before
         run.report.decode_worker = client.record.worker_id
         submission = run.submission(answers, client, key)
@@ -168,7 +169,7 @@ class Pipeline:
         command = decode_pb2.DecodeCommand(submit=decode_pb2.DecodeSubmission(submission=submission, handle=handle))
         live = {answer.index for answer in answers}
         patience_s = self._deadlines.decode_token_s if held else self._prefill_patience_s(client, len(tokens))
-        with client.attempt(submission.key, command, len(tokens)) as stream:
+        with run.blaming(client), client.attempt(key, command, len(tokens)) as stream:
             while live:
                 kind, message = await stream.next(patience_s)
                 if kind == "admitted":
@@ -203,8 +204,10 @@ class Pipeline:
                 holder.release(handle.id, handle.epoch)
 
     async def _renew(self, holder: WorkerClient, held: Held) -> None:
-        while not held.taken:
+        while True:
             await asyncio.sleep(self._deadlines.lease_s / 3)
+            if held.taken:
+                return
             try:
                 await holder.holder.renew(held.handle.id, held.handle.epoch, ROUTER)
             except KVRelayError:

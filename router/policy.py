@@ -25,6 +25,7 @@ class Candidate:
     free_blocks: int = 0  # by its last report
     total_blocks: int = 0  # 0: not known yet
     prefix_blocks: int = 0  # of this prompt, expected ones included
+    failed: bool = False  # this request was there before, in vain
 
 
 def pick_prefill(
@@ -78,7 +79,10 @@ def _pick(
     turn: int,
     block_size: int,
 ) -> Candidate | None:
-    """The lowest score of those with room, else of those that must make room first; then fewest in flight."""
+    """The lowest score of those with room, else of those that must make room first; then fewest in flight.
+
+    Who has failed this request comes after all others: a sick worker is idle, and would draw it again and again.
+    """
     needed = -(-num_tokens // block_size)
 
     def available(worker: Candidate) -> bool:
@@ -92,7 +96,8 @@ def _pick(
         return bool(worker.total_blocks) and promised + new > worker.free_blocks
 
     ranked = [
-        ((has_to_wait(worker), score(worker), worker.in_flight), worker) for worker in filter(available, candidates)
+        ((worker.failed, has_to_wait(worker), score(worker), worker.in_flight), worker)
+        for worker in filter(available, candidates)
     ]
     if not ranked:
         return None

@@ -1,7 +1,8 @@
 """A request on its way, as the pipeline keeps it: its answers, its report, and what goes out."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from common.convert import params_to_proto
 from common.errors import KVRelayError, TokenMismatch
@@ -21,6 +22,7 @@ class Run:
         self.report = generation.report
         self.report.prompt_tokens = len(self.request.prompt_ids)
         self.answers = [Answer(index, self.request, text) for index in range(self.request.n)]
+        self.failed: set[str] = set()  # ids of workers that were tried in vain
         self.outbox: asyncio.Queue[Delta | KVRelayError] = asyncio.Queue()
         self._metrics = metrics
         self._clock = clock
@@ -30,6 +32,15 @@ class Run:
 
     def elapsed_s(self) -> float:
         return self._clock() - self._began
+
+    @contextmanager
+    def blaming(self, worker: WorkerClient, kind: type[KVRelayError] = KVRelayError) -> Iterator[None]:
+        """Such an error in the body is this worker's: the next attempt asks others first."""
+        try:
+            yield
+        except kind:
+            self.failed.add(worker.record.worker_id)
+            raise
 
     def next_attempt(self, answers: list[Answer]) -> types_pb2.AttemptKey:
         """Attempts are numbered upward. One fork of several that goes on alone is a request of its own to workers:

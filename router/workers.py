@@ -5,8 +5,8 @@ reached and isn't listed any more.
 """
 
 import asyncio
-import itertools
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Collection, Sequence
 
 from common.block_hash import block_hashes, root_hash
 from common.deadlines import Deadlines
@@ -39,7 +39,7 @@ class Workers:
         self._clients: dict[str, WorkerClient] = {}
         self._changed = asyncio.Event()
         self._listed = False  # the registry has been read
-        self._turn = itertools.count()
+        self._random = random.Random(router_id)  # decides between equals, in every router otherwise
         self._closing: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -49,7 +49,7 @@ class Workers:
     async def settle(self) -> None:
         """Waits until the workers that are listed at the start are connected, at most connect_s."""
         deadline = self._clock() + self._deadlines.connect_s
-        while not self._listed or not all(client.connected for client in self._clients.values()):
+        while not self._listed or not all(client.connected or client.obsolete for client in self._clients.values()):
             if (left := deadline - self._clock()) <= 0:
                 return
             await self.change(left)
@@ -76,31 +76,38 @@ class Workers:
         """Block hashes of these tokens as this worker's cache has them."""
         return block_hashes(root_hash(record.model_revision, cache_salt=cache_salt), token_ids)
 
-    def pick_prefill(self, token_ids: Sequence[int], cache_salt: str) -> tuple[WorkerClient, Expectation] | None:
-        """The worker that is done with this prompt first, and the blocks it is now expected to have."""
+    def pick_prefill(
+        self, token_ids: Sequence[int], cache_salt: str, failed: Collection[str] = ()
+    ) -> tuple[WorkerClient, Expectation] | None:
+        """The worker that is done with this prompt first, and the blocks it is now expected to have.
+
+        Ids in `failed`, here and below, are those of workers that this request has tried in vain.
+        """
         clients = self.usable("prefill")
         hashes = self._hashes_of(clients, token_ids, cache_salt)
         fingerprints = {client.record.fingerprint for client in self.usable("decode")}
         picked = pick_prefill(
-            [self._candidate(client, hashes) for client in clients],
+            [self._candidate(client, hashes, failed) for client in clients],
             len(token_ids),
             fingerprints=fingerprints,
-            turn=next(self._turn),
+            turn=self._random.getrandbits(32),
         )
         if picked is None:
             return None
         client = self._clients[picked.worker_id]
         return client, self._index.expect(picked.worker_id, hashes[client.record.model_revision])
 
-    def pick_decode(self, token_ids: Sequence[int], cache_salt: str, fingerprint: str | None) -> WorkerClient | None:
+    def pick_decode(
+        self, token_ids: Sequence[int], cache_salt: str, fingerprint: str | None, failed: Collection[str] = ()
+    ) -> WorkerClient | None:
         """The worker that holds the least, counting what it has of this prompt; of one fingerprint, if given."""
         clients = self.usable("decode")
         hashes = self._hashes_of(clients, token_ids, cache_salt)
         picked = pick_decode(
-            [self._candidate(client, hashes) for client in clients],
+            [self._candidate(client, hashes, failed) for client in clients],
             len(token_ids),
             fingerprint=fingerprint,
-            turn=next(self._turn),
+            turn=self._random.getrandbits(32),
         )
         return None if picked is None else self._clients[picked.worker_id]
 
@@ -113,10 +120,12 @@ class Workers:
         except TimeoutError:
             return
 
-    async def decode_worker(self, token_ids: Sequence[int], cache_salt: str, fingerprint: str | None) -> WorkerClient:
+    async def decode_worker(
+        self, token_ids: Sequence[int], cache_salt: str, fingerprint: str | None, failed: Collection[str] = ()
+    ) -> WorkerClient:
         """pick_decode, waiting for a worker to come back if need be. Raises NoWorker after the queue deadline."""
         deadline = self._clock() + self._deadlines.router_queue_s
-        while (client := self.pick_decode(token_ids, cache_salt, fingerprint)) is None:
+        while (client := self.pick_decode(token_ids, cache_salt, fingerprint, failed)) is None:
             left = deadline - self._clock()
             if left <= 0:
                 raise NoWorker("no decode worker can take the request")
@@ -130,7 +139,7 @@ class Workers:
         records = {client.record.model_revision: client.record for client in clients}
         return {revision: self.hashes(record, token_ids, cache_salt) for revision, record in records.items()}
 
-    def _candidate(self, client: WorkerClient, hashes: dict[str, list[bytes]]) -> Candidate:
+    def _candidate(self, client: WorkerClient, hashes: dict[str, list[bytes]], failed: Collection[str]) -> Candidate:
         record, load = client.record, client.load
         return Candidate(
             worker_id=record.worker_id,
@@ -143,6 +152,7 @@ class Workers:
             free_blocks=load.free_blocks,
             total_blocks=load.total_blocks,
             prefix_blocks=self._index.prefix_blocks(record.worker_id, hashes[record.model_revision]),
+            failed=record.worker_id in failed,
         )
 
     def _see(self, records: list[WorkerRecord]) -> None:

@@ -47,19 +47,16 @@ class Clock:
 
 
 class FakeRegistry:
-    """Lists what a test says, at once."""
+    """Lists what a test says, at once; until then it has not been read."""
 
     def __init__(self) -> None:
-        self.records: list[WorkerRecord] = []
         self._seen: Callable[[list[WorkerRecord]], None] = lambda records: None
 
     def show(self, *records: WorkerRecord) -> None:
-        self.records = list(records)
-        self._seen(self.records)
+        self._seen(list(records))
 
     async def keep_listed(self, seen: Callable[[list[WorkerRecord]], None]) -> None:
         self._seen = seen
-        seen(self.records)
         await asyncio.Event().wait()
 
 

@@ -38,7 +38,6 @@ class LocalWorker:
     service: Any
     built: BuiltEngine
     stop: asyncio.Event
-    ended: asyncio.Event
 
 
 @dataclass
@@ -107,8 +106,6 @@ class LocalCluster:
     def _leftovers(self) -> list[str]:
         counts: dict[str, int] = {}
         for one in self.local:
-            if one.ended.is_set():
-                continue
             name, load = one.worker.info.worker_id, one.worker.engine.load()
             counts[f"{name}: running"] = load.running
             counts[f"{name}: waiting"] = load.waiting
@@ -172,7 +169,7 @@ async def local_cluster(
                 )
                 stack.callback(built.pool.close)
                 worker = make_worker(role, built, server, settings, deadlines)
-                one = LocalWorker(worker, START[role](worker), built, asyncio.Event(), asyncio.Event())
+                one = LocalWorker(worker, START[role](worker), built, asyncio.Event())
                 await stack.enter_async_context(
                     running(worker, one.service, built, redis, namespace, settings, one.stop)
                 )

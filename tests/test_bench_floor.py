@@ -1,5 +1,7 @@
 """A step's bytes and products are those of the model's real tensors, and its floor is the larger of both times."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from checkpoints import make_random_checkpoint
@@ -45,6 +47,19 @@ def test_a_prompt_is_as_much_attention_as_its_tokens_one_by_one(directory):
     seen = sum(range(1, tokens + 1))
     attention = 2 * 2 * model.num_layers * model.num_heads * model.head_dim * seen
     assert prefill_work(model, "float32", tokens).flops == products + attention
+
+
+@pytest.mark.parametrize("window", [1, 4, 7, 8])
+def test_a_window_bounds_what_a_token_sees(directory, window):
+    model, tokens = load_config(directory), 7
+    narrow = replace(model, layers=tuple(replace(layer, window=window) for layer in model.layers))
+    key = 2 * 2 * model.num_layers * model.num_heads * model.head_dim
+    saved = sum(max(0, position - window) for position in range(1, tokens + 1)) * key
+    assert prefill_work(model, "float32", tokens).flops - prefill_work(narrow, "float32", tokens).flops == saved
+    kv_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * 4
+    whole, part = (decode_work(one, "float32", 1, tokens) for one in (model, narrow))
+    assert (whole.bytes - part.bytes) // kv_token == max(0, tokens + 1 - window)
+    assert whole.flops - part.flops == max(0, tokens + 1 - window) * key
 
 
 def test_halving_the_dtype_halves_the_bytes_alone(directory):

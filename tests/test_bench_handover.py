@@ -8,6 +8,7 @@ from checkpoints import make_random_checkpoint
 
 from bench.handover import SETS, Times, block_sets, figures, run, runs_of
 from bench.options import HandoverOptions
+from common.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -52,3 +53,9 @@ def test_a_whole_run_has_a_row_for_each_kind_of_blocks(tmp_path, capsys, batch):
         assert row["bytes"] == 3 * 2 * 2 * 2 * 16 * 16 * 4  # blocks, layers, K/V, heads, tokens, head dim, float32
         assert 0 < row["copy_ms"] < row["handover_ms"]
         assert row["step_wait_ms"] >= 0
+
+
+def test_a_transport_that_there_is_not_is_refused_first():
+    with pytest.raises(ConfigError) as caught:
+        run(HandoverOptions(model="/no/such/model", transport="pigeon"))
+    assert caught.value.field == "transport"

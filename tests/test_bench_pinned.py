@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from bench.pinned import cpus, module_command, run_pinned
+from bench.pinned import cpus, module_command, run_child, run_pinned
 from common.errors import ConfigError, KVRelayError
 
 SAYS_WHERE = """
@@ -43,6 +43,7 @@ def test_cores_are_the_last_that_this_process_may_use():
         (python("raise SystemExit(3)"), "exit status 3"),
         (python("import os; os.kill(os.getpid(), 9)"), "killed by SIGKILL"),
         (["/no/such/program"], "can't run"),
+        (python("import json; print(json.dumps({'error': 'no such model'}))"), "^no such model$"),
     ],
 )
 async def test_a_child_that_fails_is_an_error(command, problem):
@@ -62,3 +63,11 @@ async def test_a_child_that_takes_too_long_is_ended(tmp_path):
 def test_a_module_gets_its_options_as_json():
     assert json.loads(module_command("bench.step_worker", {"cores": 1})[-1]) == {"cores": 1}
     assert module_command("bench.inprocess")[-1] == "bench.inprocess"
+
+
+def test_an_error_of_ours_is_a_childs_last_answer(capsys):
+    def fail():
+        raise ConfigError("no such model")
+
+    run_child(fail)
+    assert json.loads(capsys.readouterr().out) == {"error": "no such model"}

@@ -57,6 +57,15 @@ async def test_nobody_at_the_address_is_a_lost_worker():
             await client.release(bytes(16), EPOCH, 5)
 
 
+async def test_a_closed_channel_is_a_lost_worker(holder):
+    """As when the router has dropped the holder while a request still has a handle of it."""
+    channel = open_channel(holder.server.address, FAST)
+    client = HolderClient(channel, holder.server.address, FAST)
+    await channel.close()
+    with pytest.raises(WorkerLost, match="closed"):
+        await client.renew(holder.hold().id, EPOCH, ROUTER)
+
+
 class ScriptedHolder(kv_pb2_grpc.KVServicer):
     """Answers Release from a script; None: the answer gets lost."""
 

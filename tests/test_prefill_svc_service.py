@@ -253,11 +253,15 @@ async def test_prefixes_of_different_salt_are_not_shared(stream: WorkerStream, h
 
 
 async def test_an_abort_right_behind_its_submit_ends_it(service: PrefillService, stream: WorkerStream) -> None:
-    for number in range(20):
-        await stream.submit(prompt(3 * CHUNK, seed=number), request=str(number))
-        await stream.abort(str(number))
-    await eventually(lambda: service.relay_server.num_attempts == 0)
-    assert {kind for kind, _ in stream.events} <= {"welcome", "", "accepted", "progress"}
+    with held_step(service.engine):
+        for number in range(20):
+            await stream.submit(prompt(3 * CHUNK, seed=number), request=str(number))
+            await stream.abort(str(number))
+        await stream.submit([5], request="last", params=replace(GREEDY, max_tokens=1))
+        await stream.event("accepted", "last")
+        await eventually(lambda: service.relay_server.num_attempts == 1)
+    await stream.event("first_tokens", "last")
+    assert {kind for number in range(20) for kind, _ in stream.of(str(number))} <= {"accepted"}
 
 
 async def test_an_abort_before_the_first_step_computes_nothing_of_it(

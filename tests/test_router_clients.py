@@ -186,6 +186,24 @@ async def test_a_dead_worker_is_lost_and_found_again_at_its_address() -> None:
         await eventually(lambda: pair.client.healthy)
 
 
+async def test_nothing_of_an_old_stream_is_sent_on_the_new_one() -> None:
+    """What was said after the break, before it was noticed."""
+    async with a_pair() as pair:
+        stopping = asyncio.create_task(pair.fake.stop())
+        while pair.client.connected:
+            with pair.attempt():
+                await asyncio.sleep(0)
+        await stopping
+        pair.fake.commands.clear()
+        await pair.fake.start(pair.fake.record.address)
+        await eventually(lambda: pair.client.healthy)
+        pair.fake.scripts = [accepting]
+        with pair.attempt(9) as stream:
+            await kinds(stream, 1)
+        assert told(pair.fake)[:2] == ["hello", "submit"]
+        assert [turn.submission.key.attempt for turn in pair.fake.turns][-1] == 9
+
+
 async def test_a_frozen_worker_is_unhealthy_and_then_lost() -> None:
     async with a_pair(suspect_s=0.2, dead_s=0.4) as pair:
         pair.fake.scripts = [accepting]
@@ -213,21 +231,32 @@ async def test_health_follows_the_heartbeats() -> None:
         assert pair.fake.num_streams == 1
 
 
-async def test_patience_ends_only_with_a_worker_that_gets_nothing_done() -> None:
-    async def works_for_others(turn: Turn) -> None:
-        for _ in range(30):
-            turn.progress()
-            await asyncio.sleep(0.01)
-
+async def test_patience_ends_only_with_a_worker_that_gets_nothing_done(monkeypatch: pytest.MonkeyPatch) -> None:
     async with a_pair() as pair:
-        pair.fake.scripts = [silent, works_for_others]
-        with pair.attempt(request="starved") as starved, pair.attempt(request="other") as other:
-            waiting = asyncio.create_task(starved.next(0.05))
-            await kinds(other, 30)
+        pair.fake.scripts = [silent]
+        idle_s = 0.0
+        monkeypatch.setattr(pair.client, "idle_s", lambda: idle_s)
+        with pair.attempt() as starved:
+            waiting = asyncio.create_task(starved.next(0.01))
+            await asyncio.sleep(0.1)
             assert not waiting.done()
+            idle_s = 0.02
             with pytest.raises(Timeout, match="no progress"):
                 await waiting
-        await eventually(lambda: len(pair.fake.aborts) == 2)  # both may still be running there
+        await eventually(lambda: len(pair.fake.aborts) == 1)  # it may still be running there
+
+
+async def test_progress_is_whatever_it_does_for_anyone_and_no_heartbeat() -> None:
+    async with a_pair() as pair:
+        pair.fake.scripts = [accepting]
+        pair.clock.skipped_s += 1000.0
+        pair.fake.load = types_pb2.Load(running=5)
+        await eventually(lambda: pair.client.load.running == 5)  # a heartbeat
+        assert pair.client.healthy
+        assert pair.client.idle_s() >= 1000.0
+        with pair.attempt() as stream:
+            await kinds(stream, 1)
+            assert pair.client.idle_s() < 1000.0
 
 
 async def test_late_and_unknown_messages_are_no_ones() -> None:
@@ -354,6 +383,24 @@ async def test_closing_while_it_connects_leaves_nothing(turns: int) -> None:
                 await other.client.close()
                 await other.client.close()
                 assert not other.client.connected
+
+
+async def test_closing_ends_even_if_grpc_drops_the_cancellation() -> None:
+    """As it does when the connection fails in the same moment."""
+    async with a_pair(connected=False) as pair:
+        other = Pair(pair.fake, QUICK)
+        waiting = asyncio.Event()
+
+        async def stubborn() -> str:
+            waiting.set()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            return "the connection failed"
+
+        other.client._stream = stubborn  # before its task has begun
+        await waiting.wait()
+        async with asyncio.timeout(PATIENCE_S):
+            await other.client.close()
 
 
 async def test_an_address_that_never_answers_is_given_up_and_tried_again() -> None:

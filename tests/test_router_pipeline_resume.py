@@ -15,6 +15,7 @@ from common.errors import (
     KVExpired,
     KVRelayError,
     Overloaded,
+    PullStalled,
     Timeout,
     WorkerLost,
 )
@@ -347,3 +348,30 @@ async def test_a_worker_that_is_silent_is_given_up_for_another(text: TextModel) 
         answered = await answers_whole(cluster)
         assert answered.report.decode_worker != frozen[0].record.worker_id
         frozen[0].flowing.set()
+
+
+@pytest.mark.parametrize("sick", ["prefill", "decode", "holder"])
+async def test_a_sick_worker_costs_a_request_one_try(text: TextModel, sick: str) -> None:
+    """It is idle, and has the prompt's blocks by all expectations, so it looks like the best one."""
+    async with fake_cluster(text, prefill=2, decode=2) as cluster:
+        chosen = cluster.decode if sick == "decode" else cluster.prefill
+        if sick != "holder":
+            chosen.always = says("accepted", then=EngineFailure("sick"))
+
+        async def reads(turn: Turn) -> None:
+            if turn.handle is not None and turn.handle.address == chosen.record.address:
+                raise PullStalled("no progress")
+            await honest(turn)
+
+        for fake in cluster.fakes:
+            if fake.role == "decode" and sick == "holder":
+                fake.always = reads
+        attempts = {(await answers_whole(cluster, prompt=range(1, 50))).report.attempts for _ in range(10)}
+        assert attempts == {1, 2}
+
+
+async def test_a_worker_that_failed_is_asked_again_when_there_is_no_other(text: TextModel) -> None:
+    async with fake_cluster(text) as cluster:
+        cluster.decode.scripts = [says("accepted", then=EngineFailure("once"))] * 2
+        answered = await answers_whole(cluster)
+        assert answered.report.attempts == 3

@@ -224,6 +224,14 @@ def test_even_requests_load_evenly(pick: Any, count: int) -> None:
         change(picked.worker_id, 1)
 
 
+@pytest.mark.parametrize("pick", [pick_prefill, pick_decode])
+def test_who_failed_comes_last_but_comes(pick: Any) -> None:
+    failed = a_candidate("failed", prefix_blocks=6, failed=True)
+    busy = a_candidate("busy", charged_tokens=10_000, free_blocks=0, in_flight=50)
+    assert pick([failed, busy], 100) == busy
+    assert pick([failed, replace(busy, healthy=False)], 100) == failed
+
+
 def test_popular_prefix_spreads_before_its_worker_is_overrun() -> None:
     """Requests of 1600 shared and 160 own tokens; whoever was picked has the prefix from then on."""
     workers = [a_candidate(f"worker-{i}", free_blocks=10**6, total_blocks=10**6) for i in range(4)]

@@ -10,7 +10,7 @@ from redis_tools import a_record
 
 from common.convert import params_from_proto
 from common.engine.sequence import SamplingParams
-from common.errors import TokenMismatch
+from common.errors import EngineFailure, HandoverError, KVExpired, TokenMismatch
 from common.metrics import RouterMetrics
 from common.rpc import decode_pb2, prefill_pb2
 from router.clients import WorkerClient
@@ -80,6 +80,18 @@ def test_a_token_for_nobody_is_an_error(text: TextModel, fork: int) -> None:
     run = a_run(text, n=2)
     with pytest.raises(TokenMismatch, match=f"fork {fork}"):
         run.accept(a_token(fork, 0, 40))
+
+
+def test_who_fails_is_remembered(text: TextModel) -> None:
+    run = a_run(text)
+    with pytest.raises(ValueError), run.blaming(WORKER):  # a bug of ours
+        raise ValueError
+    with pytest.raises(EngineFailure), run.blaming(WORKER, HandoverError):
+        raise EngineFailure("not that")
+    assert run.failed == set()
+    with pytest.raises(KVExpired), run.blaming(WORKER, HandoverError):
+        raise KVExpired("that")
+    assert run.failed == {"worker-1"}
 
 
 def test_times_are_those_of_the_first_and_the_last_token(text: TextModel) -> None:

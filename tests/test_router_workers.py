@@ -193,6 +193,8 @@ async def test_a_worker_that_is_not_the_recorded_one_is_left_alone(text: TextMod
 async def test_settling_waits_for_those_that_are_listed(text: TextModel) -> None:
     async with fake_cluster(text, listed=False) as cluster:
         settling = asyncio.create_task(cluster.workers.settle())
+        await asyncio.sleep(0.02)
+        assert not settling.done()
         cluster.registry.show(*(fake.record for fake in cluster.fakes))
         await settling
         assert cluster.workers.ready() == (True, "ready")
@@ -204,6 +206,15 @@ async def test_settling_ends_without_those_that_do_not_answer(text: TextModel) -
         await prefill.stop()
         cluster.registry.show(prefill.record, decode.record)
         await cluster.workers.settle()
+        assert cluster.workers.ready() == (False, "no prefill worker is reachable")
+
+
+async def test_settling_does_not_wait_for_a_life_that_is_over(text: TextModel) -> None:
+    async with fake_cluster(text, listed=False, connect_s=1000.0) as cluster:
+        prefill, decode = cluster.fakes
+        settling = asyncio.create_task(cluster.workers.settle())
+        cluster.registry.show(replace(prefill.record, epoch=6), decode.record)
+        await settling
         assert cluster.workers.ready() == (False, "no prefill worker is reachable")
 
 
@@ -228,14 +239,18 @@ async def test_waiting_for_a_decode_worker_ends_with_one_or_with_the_deadline(te
 
 
 async def test_only_equal_fingerprints_are_paired(text: TextModel) -> None:
-    """As in a rolling update: the request goes to the pair that is complete."""
-    async with fake_cluster(text, prefill=0, decode=1) as cluster:
-        old, new = [await cluster.add("prefill", name) for name in ("old", "new")]
-        old.record = replace(old.record, fingerprint="old")
-        await cluster.show(old, new, cluster.decode)
-        for _ in range(5):
+    """As in a rolling update: KV goes to a worker of the same kind, and is made only where there is one."""
+    async with fake_cluster(text, prefill=0, decode=0) as cluster:
+        for role, kind in (("prefill", "a"), ("prefill", "b"), ("prefill", "c"), ("decode", "a"), ("decode", "b")):
+            fake = await cluster.add(role)
+            fake.record = replace(fake.record, fingerprint=kind)
+        await cluster.show(*cluster.fakes)
+        for _ in range(20):
             assert (await cluster.answer([ANSWER])).tokens == [ANSWER]
-        assert (len(old.turns), len(new.turns)) == (0, 5)
+        *prefill, decode_a, decode_b = cluster.fakes
+        assert [bool(fake.turns) for fake in prefill] == [True, True, False]
+        assert {turn.handle.fingerprint for turn in decode_a.turns} == {"a"}
+        assert {turn.handle.fingerprint for turn in decode_b.turns} == {"b"}
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -255,6 +270,15 @@ async def test_even_requests_load_evenly(text: TextModel, count: int) -> None:
         await eventually(lambda: sum(len(fake.turns) for fake in cluster.fakes if fake.role == "decode") == 12)
         assert {len(fake.turns) for fake in cluster.fakes if fake.role == "decode"} == {12 // count}
         await end(*decodes)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+async def test_idle_workers_all_get_something(text: TextModel, count: int) -> None:
+    """One request at a time: all workers are equal whenever one is asked for."""
+    async with fake_cluster(text, prefill=count, decode=count) as cluster:
+        for _ in range(12 * count):
+            await cluster.answer([ANSWER])
+        assert min(len(fake.turns) for fake in cluster.fakes) >= 4
 
 
 async def test_a_busy_worker_gets_less(text: TextModel) -> None:
