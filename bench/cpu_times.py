@@ -68,4 +68,4 @@ class Disturbance:
         """Since it was made; this process's children count as others."""
         began, busy, own = self._began
         others = busy_s(self._cpus) - busy - (process_time(os.getpid()).total_s - own)
-        return max(0.0, others / max(clock_s - began, TICK_S))
+        return round(max(0.0, others / max(clock_s - began, TICK_S)), 3)

@@ -36,6 +36,7 @@ from common.tasks import end
 from common.version import VERSION
 
 log = get_logger("worker")
+ANY_ADDRESS = ("0.0.0.0", "::", "[::]", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,10 @@ def run_worker(
         deadlines = Deadlines().scaled(settings.deadline_scale)
         if settings.advertise and not is_address(settings.advertise):
             raise ConfigError(f"--advertise must be host:port, got {settings.advertise!r}", field="advertise")
+        if settings.host in ANY_ADDRESS and not settings.advertise:
+            raise ConfigError(
+                f"--host {settings.host} needs --advertise: nobody can call that address", field="advertise"
+            )
         async with AsyncExitStack() as stack:
             redis = await connect(redis_settings.redis_url, deadlines)
             stack.push_async_callback(redis.aclose)
@@ -182,9 +187,13 @@ async def running(
     deaths: list[BaseException] = []
 
     def on_output(output: StepOutput) -> None:
-        metrics.on_step(output)
-        publisher.record(output.stored, output.removed)
-        service.on_output(output)
+        try:
+            metrics.on_step(output)
+            publisher.record(output.stored, output.removed)
+            service.on_output(output)
+        except Exception as error:  # whose tokens were in it would wait for them in vain
+            deaths.append(error)
+            stop.set()
 
     def on_death(error: BaseException) -> None:
         deaths.append(error)

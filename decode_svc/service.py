@@ -76,9 +76,10 @@ class DecodeService:
         live = {fork.index for fork in submission.forks}
         attempt = Decoding(key, submission, session, live, asyncio.get_running_loop().create_future())
         self._attempts[key] = attempt
+        limit = asyncio.timeout(self._deadlines.request_s)
         try:
             session.send(accepted=types_pb2.Accepted(key=submission.key))
-            async with asyncio.timeout(self._deadlines.request_s):
+            async with limit:
                 if handle is not None:
                     await self._admit(attempt, handle, sequences)
                 else:
@@ -86,6 +87,8 @@ class DecodeService:
                         self.engine.add(sequence)
                 await attempt.done
         except TimeoutError as error:
+            if not limit.expired():
+                raise
             raise RequestTimeout("the answer was not complete in time") from error
         finally:
             del self._attempts[key]

@@ -189,6 +189,7 @@ async def test_a_dead_worker_is_lost_and_found_again_at_its_address() -> None:
 async def test_nothing_of_an_old_stream_is_sent_on_the_new_one() -> None:
     """What was said after the break, before it was noticed."""
     async with a_pair() as pair:
+        pair.fake.always = silent
         stopping = asyncio.create_task(pair.fake.stop())
         while pair.client.connected:
             with pair.attempt():

@@ -90,7 +90,7 @@ class Sequence:
     """
 
     key: str  # of its attempt; forks share it
-    token_ids: list[int]  # prompt, then output; the engine appends
+    token_ids: list[int] = field(repr=False)  # prompt, then output; the engine appends
     num_prompt_tokens: int
     params: SamplingParams
     forks: tuple[int, ...] = (0,)
