@@ -10,7 +10,6 @@ between the two highest logits. A small margin means a near tie that rounding de
 
 import argparse
 import json
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -107,7 +106,6 @@ def main() -> None:
     arguments = parser.parse_args()
     from tokenizers import Tokenizer
 
-    logging.disable(logging.WARNING)
     tokenizer = Tokenizer.from_file(f"{arguments.model}/tokenizer.json")
     prompts = [tokenizer.encode(text).ids for text in PROMPTS[: arguments.prompts]]
     for dtype in ("float32", "bfloat16"):

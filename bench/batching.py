@@ -6,7 +6,6 @@ in the padded form they are computed along until the longest has ended, as a bat
 that were asked for count.
 """
 
-import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -106,7 +105,6 @@ def memory_rows(options: BatchingOptions, lengths: Sequence[Length], layout: KVL
 
 def run(options: BatchingOptions) -> int:
     """Prints a row for each kind of batching, then one for each way to set memory aside."""
-    logging.disable(logging.WARNING)
     every_run = [lengths_for(options, run) for run in range(options.runs)]
     longest = max(length.total for lengths in every_run for length in lengths)
     if options.max_model_len is not None and options.max_model_len < longest:

@@ -6,7 +6,6 @@ of the same memory. Each set of blocks is moved once before it counts, so that a
 """
 
 import asyncio
-import logging
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -174,7 +173,6 @@ def figures(times: Times, step_ms: Sequence[float], size: int) -> Row:
 
 def run(options: HandoverOptions) -> int:
     """Prints a row for blocks that lie side by side, and one for blocks that don't."""
-    logging.disable(logging.WARNING)
     choose(options.transport)  # what is wrong with it is said before the model is read
     model, longest = str(options.model), max(options.tokens, options.context + BACKGROUND_TOKENS) + 4
     seqs = 2 * options.batch + 2  # newcomers, and a new batch that comes before the old one has gone

@@ -7,7 +7,6 @@ with a handle in hex, until standard input ends.
 import asyncio
 import functools
 import json
-import logging
 import mmap
 import os
 import sys
@@ -72,7 +71,6 @@ async def hold(layout: KVLayout, num_blocks: int, transport: str) -> None:
 
 
 def main() -> None:
-    logging.disable(logging.WARNING)
     options = json.loads(sys.argv[1])
     asyncio.run(hold(KVLayout(**options["layout"]), options["num_blocks"], options["transport"]))
 

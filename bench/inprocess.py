@@ -4,7 +4,6 @@ A step loop in its thread, as on a worker. Each stream's next request is added a
 """
 
 import json
-import logging
 import os
 import sys
 import threading
@@ -93,7 +92,6 @@ class Driver:
 
 
 def main() -> None:
-    logging.disable(logging.WARNING)
     wanted = Streams(**json.load(sys.stdin))
     longest = max(len(prompt) for prompts in wanted.prompts for prompt in prompts) + wanted.output_tokens + 1
     config = settings(

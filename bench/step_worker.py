@@ -1,7 +1,6 @@
 """One round of `kvrelay bench step` on the cores that this process is bound to: python -m bench.step_worker JSON."""
 
 import json
-import logging
 import sys
 import time
 from collections.abc import Iterator
@@ -90,7 +89,6 @@ def rows(built: BuiltEngine, wanted: Round) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    logging.disable(logging.WARNING)
     wanted = Round(**json.loads(sys.argv[1]))
     torch.set_num_threads(wanted.cores)
     built = built_for(wanted)

@@ -235,7 +235,8 @@ def test_a_signal_stops_the_router_first_and_leaves_nothing(up, number):
 
 def test_a_signal_during_the_start_ends_it(up):
     cluster = up(router={"silent": True})
-    cluster.until("decode-0")
+    while not cluster.pids.keys() >= {"prefill-0", "decode-0"}:  # ready in either order
+        cluster.until("")
     status, stopped, _ = cluster.end(signal.SIGINT)
     assert (status, sorted(stopped)) == (130, ["decode", "prefill"])
     assert cluster.nothing_is_left()
