@@ -153,7 +153,6 @@ class RouterMetrics:
         self._resumes = make.counters("request_resumes", "Requests submitted again with what was sent.", "reason")
         self._workers = make.gauges("workers", "Workers known.", "worker_role", "state")
         self._index_blocks = make.gauge("prefix_index_blocks", "Block hashes in the local prefix index.")
-        self._index_reloads = make.counter("prefix_index_reloads", "Reloads of one worker's hashes after a gap.")
         self._seen_workers: set[tuple[str, str]] = set()
 
     def on_load(self, running: int, waiting: int) -> None:
@@ -194,9 +193,6 @@ class RouterMetrics:
 
     def on_index(self, blocks: int) -> None:
         self._index_blocks.set(blocks)
-
-    def on_index_reload(self) -> None:
-        self._index_reloads.inc()
 
 
 def metrics_response(registry: CollectorRegistry, accept: str = "") -> web.Response:

@@ -90,6 +90,9 @@ class DecodeService:
             if not limit.expired():
                 raise
             raise RequestTimeout("the answer was not complete in time") from error
+        except asyncio.CancelledError:
+            self._metrics.on_abort(len(live))
+            raise
         finally:
             del self._attempts[key]
             self.engine.abort(key)

@@ -94,6 +94,9 @@ class PrefillService:
             except TimeoutError as error:
                 raise RequestTimeout("the prompt was not computed in time") from error
             self._send_first_tokens(attempt, prefilled)
+        except asyncio.CancelledError:
+            self._metrics.on_abort(len(sequence.forks))
+            raise
         finally:
             del self._attempts[key]
             self.engine.abort(key)
