@@ -25,7 +25,7 @@ from router.text import TextModel
 from router.workers import Workers
 
 log = get_logger("pipeline")
-MAX_ATTEMPTS = 6  # of one request, resumed forks together
+MAX_ATTEMPTS = 6  # at one answer, those together with others included
 PREFILL_TOKENS_S = 200.0  # slower than any engine that is worth waiting for
 
 

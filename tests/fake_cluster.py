@@ -9,7 +9,8 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fake_workers import FakeWorker, Words
+from fake_turns import Words
+from fake_workers import FakeWorker
 from redis_tools import eventually
 
 from common.deadlines import Deadlines

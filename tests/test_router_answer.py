@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from fake_cluster import letters
-from fake_workers import EOS, a_token
+from fake_turns import EOS, a_token
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

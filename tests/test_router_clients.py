@@ -12,7 +12,8 @@ from typing import Any
 import grpc
 import pytest
 from fake_cluster import QUICK, Clock, cancelled_at_turn, no_task_left
-from fake_workers import FakeWorker, Turn, Words, a_token, accepting, honest, silent
+from fake_turns import Turn, Words, a_token, accepting, honest, silent
+from fake_workers import FakeWorker
 from redis_tools import eventually
 
 from common.deadlines import Deadlines

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from fake_cluster import FakeCluster, fake_cluster
-from fake_workers import EOS, Turn, accepting, honest, silent
+from fake_turns import EOS, Turn, accepting, honest, silent
 from redis_tools import eventually
 
 from common.errors import (

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 from fake_cluster import letters
-from fake_workers import a_token
+from fake_turns import a_token
 from redis_tools import a_record
 
 from common.convert import params_from_proto

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import pytest
 from fake_cluster import PROMPT, QUICK, FakeCluster, fake_cluster
-from fake_workers import FakeWorker, Turn, Words, accepting, honest
+from fake_turns import Turn, Words, accepting, honest
+from fake_workers import FakeWorker
 from redis.asyncio import Redis
 from redis_tools import eventually
 
