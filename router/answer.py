@@ -33,9 +33,9 @@ class Answer:
         self.output_ids.append(token.token_id)
         reason = finish_reason_from_proto(token)
         silent = reason == "stop" and not self._request.include_stop_str_in_output
-        text, stop = self._stops.push("" if silent else self._detokenizer.push([token.token_id]))
+        text, stop = self._check_stops("" if silent else self._detokenizer.push([token.token_id]))
         if stop is None and reason is not None:
-            rest, stop = self._stops.push(self._detokenizer.finish())
+            rest, stop = self._check_stops(self._detokenizer.finish())
             text += rest + (self._stops.finish() if stop is None else "")
         self.finished = stop is not None or reason is not None
         logprobs = tuple(logprob_from_proto(logprob) for logprob in token.logprobs)
@@ -46,3 +46,9 @@ class Answer:
             finish_reason="stop" if stop is not None else reason,
             stop_reason=stop or (token.stop_token_id if token.HasField("stop_token_id") else None),
         )
+
+    def _check_stops(self, text: str) -> tuple[str, str | None]:
+        """What can go out, and the stop string met; as in vLLM, none is looked for in the first min_tokens tokens."""
+        if len(self.output_ids) <= self._request.params.min_tokens:
+            return text, None
+        return self._stops.push(text)

@@ -168,7 +168,8 @@ class WorkerClient:
 
     def _lose_all(self, reason: str) -> None:
         if self.connected:
-            log_event(log, logging.WARNING, "worker lost", worker=self.record.worker_id, reason=reason)
+            level = logging.INFO if self._closed else logging.WARNING
+            log_event(log, level, "worker lost", worker=self.record.worker_id, reason=reason)
         self.connected = False
         self._outgoing = asyncio.Queue()
         for stream in self._attempts.values():

@@ -26,6 +26,7 @@ from router.workers import Workers
 
 log = get_logger("pipeline")
 MAX_ATTEMPTS = 6  # at one answer, those together with others included
+MAX_HANDOVERS = 3  # that may fail, in one request
 PREFILL_TOKENS_S = 200.0  # slower than any engine that is worth waiting for
 
 
@@ -96,6 +97,7 @@ class Pipeline:
                 if not error.resumable or tries == MAX_ATTEMPTS:
                     raise
                 self._metrics.on_resume(error.code)
+                run.failed_handovers += isinstance(error, HandoverError)
                 request, reason = run.request.request_id, error.message
                 log_event(log, logging.WARNING, "resuming", request=request, code=error.code, reason=reason)
             answers = [answer for answer in answers if not answer.finished]
@@ -111,7 +113,9 @@ class Pipeline:
         salt = run.request.cache_salt
         await self._workers.decode_worker(tokens, salt, None)  # without one, a prefill would be in vain
         run.report.router_queue_s += run.elapsed_s() - before
-        picked = self._workers.pick_prefill(tokens, salt, run.failed)
+        picked = None
+        if run.failed_handovers < MAX_HANDOVERS:  # else the decode worker computes the prompt
+            picked = self._workers.pick_prefill(tokens, salt, run.failed)
         if picked is None:
             await self._decode(run, answers, key, None)
             return

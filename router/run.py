@@ -24,6 +24,7 @@ class Run:
         self.answers = [Answer(index, self.request, text) for index in range(self.request.n)]
         self.failed: set[str] = set()  # ids of workers that were tried in vain
         self.outbox: asyncio.Queue[Delta | KVRelayError] = asyncio.Queue()
+        self.failed_handovers = 0
         self._metrics = metrics
         self._clock = clock
         self._began = clock()

@@ -177,3 +177,12 @@ def test_text_and_end_equal_a_search_in_the_whole_text(
     else:
         assert joined(deltas) == said
         assert end(deltas) == ("stop", None)
+
+
+@pytest.mark.parametrize(("min_tokens", "said"), [(0, "ab"), (2, "ab"), (3, "ab.cd"), (5, "ab.cd")])
+def test_no_stop_string_is_looked_for_in_the_first_min_tokens(text: TextModel, min_tokens: int, said: str) -> None:
+    params = SamplingParams(max_tokens=16, min_tokens=min_tokens)
+    answer = Answer(0, GenerationRequest("request", (1,), params, stop=(".",)), text)
+    deltas = say(answer, letters(text, "ab.cd.e"))
+    assert joined(deltas) == said
+    assert end(deltas) == ("stop", ".")

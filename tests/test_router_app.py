@@ -81,7 +81,7 @@ class TestHeaders:
                 served.url + "/v1/completions", json=body, headers={"X-Request-Id": given}
             ) as response:
                 assert response.headers["X-Request-Id"] == given
-            assert given not in served.pipeline.requests[0].request_id
+            assert served.pipeline.requests[0].request_id != given
 
     @pytest.mark.parametrize("given", [None, "", "x" * 129, "a b", "ü", 'a"b'])
     @pytest.mark.parametrize("path", ["/health", "/nowhere"])

@@ -8,10 +8,10 @@ from fake_cluster import PROMPT, Answered, FakeCluster, fake_cluster, letters
 from fake_turns import EOS, Turn, a_token, accepting, endless, first_then_no_decode, honest
 from redis_tools import eventually
 
-from common.errors import HandoverError, KVRelayError, NoWorker, RequestTimeout, TokenMismatch
+from common.errors import KVRelayError, NoWorker, RequestTimeout, TokenMismatch
 from common.rpc import types_pb2
 from router.generation import TokenText
-from router.pipeline import MAX_ATTEMPTS
+from router.pipeline import MAX_HANDOVERS
 from router.text import TextModel
 
 pytest_plugins = ("text_fixture",)
@@ -231,17 +231,17 @@ async def test_tokens_after_the_end_are_ignored(text: TextModel) -> None:
         await eventually(lambda: [list(abort.forks) for abort in cluster.decode.aborts] == [[0]])
 
 
-async def test_tokens_without_their_kv_end_with_an_error_at_last(text: TextModel) -> None:
+async def test_after_some_failed_handovers_the_decode_worker_computes_the_prompt(text: TextModel) -> None:
     async def forgets(turn: Turn) -> None:
         turn.first_tokens([a_token(0, len(turn.said[0]), 40)], handle=None)
         turn.worker.words.held.clear()
 
     async with fake_cluster(text) as cluster:
         cluster.prefill.always = forgets
-        answered = await cluster.answer([[40] * 99])
-        assert type(answered.error) is HandoverError
-        assert answered.tokens == [[40] * MAX_ATTEMPTS]
-        assert cluster.decode.submissions == []
+        answered = await cluster.answer([[40] * 9])
+        assert (answered.error, answered.tokens) == (None, [[40] * 9])
+        assert len(cluster.prefill.submissions) == MAX_HANDOVERS
+        assert [list(fork.output_ids) for fork in cluster.decode.submissions[0].forks] == [[40] * MAX_HANDOVERS]
 
 
 async def run_until_late(cluster: FakeCluster) -> Answered:
