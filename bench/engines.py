@@ -96,9 +96,13 @@ class StepParts:
     """Milliseconds of one step, by who spends them."""
 
     total: float
-    kernels: float  # operations of the model but `prepare`
+    operations: dict[str, float]  # of the model but `prepare`
     prepare: float  # what the backend works out once a step
     sampler: float
+
+    @property
+    def kernels(self) -> float:
+        return sum(self.operations.values())
 
     @property
     def outside_kernels(self) -> float:
@@ -134,7 +138,7 @@ class Stopwatch:
             self._spent.clear()
             total = timed_step(self._engine)
             prepare, sampler = self._spent.pop("prepare", 0.0), self._spent.pop("sampler", 0.0)
-            parts.append(StepParts(total, sum(self._spent.values()), prepare, sampler))
+            parts.append(StepParts(total, dict(self._spent), prepare, sampler))
         return parts
 
     def _timed(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ own. A row's ms is the median of its steps in all rounds; peer_ratio the median 
 
 import shlex
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,10 +107,16 @@ def result(samples: Samples, key: Key, cores: int) -> Row:
         "matmul_gflop_s": rounded(matmul_gflop_s),
         "matmul_by": matmul_by,
         "ops": samples.head["ops"],
+        "operations_ms": medians_of([part["operations"] for part in parts]),
         "runs": len(every_ms),
         "rounds": len(rounds),
         **measured,
     }
+
+
+def medians_of(rounds: Sequence[Mapping[str, float]]) -> dict[str, float | None]:
+    """Of each operation, over the rounds."""
+    return {name: rounded(median(one[name] for one in rounds)) for name in rounds[0]} if rounds else {}
 
 
 def peer_command(text: str, model: str, cores: int) -> list[str]:

@@ -60,7 +60,7 @@ def prefill_times(built: BuiltEngine, tokens: int, count: int) -> list[float]:
     return times
 
 
-def decode_times(built: BuiltEngine, batch: int, context: int, count: int) -> tuple[list[float], dict[str, float]]:
+def decode_times(built: BuiltEngine, batch: int, context: int, count: int) -> tuple[list[float], dict[str, Any]]:
     """Milliseconds of steps whose contexts lie around `context`, and where the time of some more went."""
     start = max(1, context - WARM_UP - count // 2)
     sequences = admit(built.engine, batch, start, WARM_UP + count + PROFILED + 1, built.model.vocab_size)
@@ -72,7 +72,8 @@ def decode_times(built: BuiltEngine, batch: int, context: int, count: int) -> tu
     for sequence in sequences:
         built.engine.abort(sequence.key)
     names = ("kernels", "prepare", "sampler", "outside_kernels")
-    return times, {name: median(getattr(part, name) for part in parts) for name in names}
+    operations = {name: median(part.operations[name] for part in parts) for name in parts[0].operations}
+    return times, {"operations": operations, **{name: median(getattr(part, name) for part in parts) for name in names}}
 
 
 def rows(built: BuiltEngine, wanted: Round) -> Iterator[dict[str, Any]]:

@@ -17,6 +17,9 @@ namespace {
 constexpr int LANES = 16;   // tokens of a block, and floats of a vector
 constexpr int KEYS = 128;   // of a softmax chunk
 constexpr int ROWS = 48;    // of a tile, at most
+// Products of a row and a key that are worth a thread, some 2 ms: for less, torch's own threads still wait for work,
+// and waiting they take the core.
+constexpr double WORTH_A_THREAD = 5e5;
 constexpr int AHEAD = 2;    // blocks fetched ahead of use
 
 typedef float Vec __attribute__((vector_size(64)));
@@ -308,7 +311,11 @@ extern "C" int paged_attention(const Step* step) {
   const auto work = [&] {
     for (size_t i; (i = next++) < tasks.size();) run_any(*step, tasks[i]);
   };
-  const int helpers = (int)std::min<size_t>(std::max(1, step->threads), tasks.size()) - 1;
+  double products = 0;
+  for (int chunk = 0; chunk < step->num_chunks; chunk++)
+    products += (double)(step->row_starts[chunk + 1] - step->row_starts[chunk]) * step->heads * step->contexts[chunk];
+  const double most_threads = std::min<double>(std::min<double>(step->threads, tasks.size()), products / WORTH_A_THREAD);
+  const int helpers = (int)std::max(1.0, most_threads) - 1;
   std::vector<std::thread> others;
   for (int i = 0; i < helpers; i++) others.emplace_back(work);
   work();
