@@ -15,6 +15,7 @@ from common.ops.native import DIMS, load_ops
 from common.ops.reference import OPS
 from common.ops.table import Ops
 
+LARGE = [(0, 600), (500, 100)]  # worth more threads than one
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
@@ -60,10 +61,10 @@ def test_threads_change_no_bit() -> None:
         results = []
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            results += [attend(load_ops(config), config, chunks, torch.float32) for chunks in CHUNKS]
+            results += [attend(load_ops(config), config, chunks, torch.float32) for chunks in (*CHUNKS, LARGE)]
     finally:
         torch.set_num_threads(before)
-    count = len(CHUNKS)
+    count = len(CHUNKS) + 1
     for i in range(count):
         assert torch.equal(results[i], results[i + count])
         assert torch.equal(results[i], results[i + 2 * count])
