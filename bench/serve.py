@@ -91,7 +91,7 @@ def result(
         "time_scale": rounded(workload.time_scale),
         "seeds": list(seeds),
         "warmup": options.warmup,
-        "requests": len(workload.requests),
+        "requests": len(workload.requests) * len(runs),
         "failed": failed,
         "slo_ttft_ms": options.slo_ttft_ms,
         "slo_tpot_ms": options.slo_tpot_ms,

@@ -1,7 +1,7 @@
 """Reading safetensors headers: where each tensor lies, checked before anything is mapped; needs no torch.
 
 The format is 8 bytes of header length (little-endian), a JSON header, and the tensors' bytes
-(https://huggingface.co/docs/safetensors, "Format").
+(the safetensors documentation, "Format").
 """
 
 import json
