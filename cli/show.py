@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.config import EngineConfig
-from common.errors import ConfigError
 from common.layout import DTYPE_BYTES
-from common.memory import MemoryPlan, available_memory, memory_limit
+from common.memory import MemoryPlan
 from common.model.checkpoint import DTYPES
-from common.model.config import ModelConfig, parse_config, parse_generation
+from common.model.config import parse_config, parse_generation
 from common.model.fingerprint import fingerprint
 from common.model.opening import open_model
 
@@ -60,7 +59,7 @@ def describe(settings: EngineConfig) -> Shown:
         block_size=layout.block_size,
         block_bytes=layout.block_bytes,
         blocks=_blocks(settings, layout.block_bytes, parameters * DTYPE_BYTES[dtype], mapped=mapped),
-        max_model_len=_context(settings, config),
+        max_model_len=config.context_length(settings.max_model_len),
         tokenizer=source.tokenizer_kind(),
         chat_template=source.chat_template() is not None,
         eos_token_ids=generation.eos_token_ids,
@@ -68,24 +67,13 @@ def describe(settings: EngineConfig) -> Shown:
     )
 
 
-def _context(settings: EngineConfig, config: ModelConfig) -> int:
-    longest = config.max_position_embeddings
-    if settings.max_model_len and settings.max_model_len > longest:
-        raise ConfigError(
-            f"max_model_len is {settings.max_model_len}, the model was made for {longest}", field="max_model_len"
-        )
-    return settings.max_model_len or longest
-
-
 def _blocks(settings: EngineConfig, block_bytes: int, weights: int, *, mapped: bool) -> int:
     """Without the working memory of a step, which only a step tells."""
     size: int | None = settings.kv_cache_memory
     if size is None:
-        plan = MemoryPlan(
-            limit=memory_limit(),
-            available=available_memory(),
-            utilization=settings.gpu_memory_utilization,
-            workers=settings.workers_per_host,
+        plan = MemoryPlan.here(
+            settings.gpu_memory_utilization,
+            settings.workers_per_host,
             weights=weights,
             shared_weights=mapped,
             working=0,

@@ -22,6 +22,13 @@ class MemoryPlan:
     shared_weights: bool
     working: int  # what the largest step takes beside them
 
+    @classmethod
+    def here(
+        cls, utilization: float, workers: int, *, weights: int, shared_weights: bool, working: int
+    ) -> "MemoryPlan":
+        """For this host, or this process's control group, as it is now."""
+        return cls(memory_limit(), available_memory(), utilization, workers, weights, shared_weights, working)
+
     def pool_bytes(self) -> int:
         """An equal part of what weights and working memory leave; may be negative."""
         weights = self.weights if self.shared_weights else self.weights * self.workers

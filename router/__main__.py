@@ -12,7 +12,7 @@ from aiohttp import web
 
 from common.config import RedisConfig, RouterConfig, from_arguments
 from common.deadlines import Deadlines
-from common.errors import AddressInUse, ConfigError
+from common.errors import AddressInUse
 from common.grpc_server import join_address
 from common.metrics import RouterMetrics
 from common.model.opening import open_model
@@ -34,10 +34,7 @@ async def run(arguments: argparse.Namespace) -> int:
     deadlines = Deadlines().scaled(settings.deadline_scale)
     source = await asyncio.to_thread(open_model, settings, weights=False)
     text = await asyncio.to_thread(TextModel.load, source)
-    longest = text.config.max_position_embeddings
-    max_model_len = settings.max_model_len or longest
-    if max_model_len > longest:
-        raise ConfigError(f"max_model_len is {max_model_len}, the model was made for {longest}", field="max_model_len")
+    max_model_len = text.config.context_length(settings.max_model_len)
     name = settings.served_model_name or source.name
     metrics = RouterMetrics(name)
     namespace = redis_settings.redis_namespace

@@ -15,13 +15,10 @@ from common.engine.runner import Runner
 from common.engine.sampler import Sampler
 from common.engine.scheduler import Scheduler
 from common.engine.sequence import SamplingParams, Sequence
-from common.errors import ConfigError
 from common.layout import KVLayout
 from common.memory import (
     MemoryPlan,
-    available_memory,
     choose_num_blocks,
-    memory_limit,
     peak_resident_bytes,
     reset_peak,
     resident_bytes,
@@ -69,10 +66,9 @@ def build_engine(
     config = SchedulerConfig(
         max_num_batched_tokens=settings.max_num_batched_tokens or max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
-        max_model_len=min(settings.max_model_len or model.max_position_embeddings, model.max_position_embeddings),
+        max_model_len=model.context_length(settings.max_model_len),
         eos_token_ids=generation.eos_token_ids,
     )
-    check_context(settings, model)
     longest = -(-config.max_model_len // layout.block_size)
     if settings.kv_cache_memory is not None:  # what is wrong with it is said before the weights are read
         num_blocks = choose_num_blocks(
@@ -85,11 +81,9 @@ def build_engine(
     decoder = Decoder(model, weights, choose_ops(model, settings.attention_backend))
     working = warm_up(decoder, layout, min(config.max_num_batched_tokens, config.max_model_len))
     if settings.kv_cache_memory is None:
-        plan = MemoryPlan(
-            limit=memory_limit(),
-            available=available_memory(),
-            utilization=settings.gpu_memory_utilization,
-            workers=settings.workers_per_host,
+        plan = MemoryPlan.here(
+            settings.gpu_memory_utilization,
+            settings.workers_per_host,
             weights=weights.num_bytes,
             shared_weights=dtype == model.dtype and isinstance(reader, SafetensorsReader),
             working=working,
@@ -131,12 +125,3 @@ def warm_up(decoder: Decoder, layout: KVLayout, num_tokens: int) -> int:
     step(num_tokens)
     pool.close()
     return max(0, peak_resident_bytes() - before)
-
-
-def check_context(settings: EngineConfig, model: ModelConfig) -> None:
-    """Raises ConfigError for a context that the model was not made for."""
-    if settings.max_model_len and settings.max_model_len > model.max_position_embeddings:
-        raise ConfigError(
-            f"max_model_len is {settings.max_model_len}, the model was made for {model.max_position_embeddings}",
-            field="max_model_len",
-        )

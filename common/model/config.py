@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.errors import ConfigError
 from common.layout import DTYPE_BYTES, KVLayout
 from common.model.families import FAMILIES, Family, check_features, parse_ropes, parse_windows
 from common.model.json_file import JsonFile, short
@@ -69,6 +70,15 @@ class ModelConfig:
     def resolve_dtype(self, wanted: str) -> str:
         """The dtype of weights and KV for the setting `wanted`, which may be "auto"."""
         return self.dtype if wanted == "auto" else wanted
+
+    def context_length(self, wanted: int | None) -> int:
+        """The longest prompt plus output for the setting max_model_len. Raises ConfigError beyond the model's own."""
+        if wanted is not None and wanted > self.max_position_embeddings:
+            raise ConfigError(
+                f"max_model_len is {wanted}, the model was made for {self.max_position_embeddings}",
+                field="max_model_len",
+            )
+        return wanted or self.max_position_embeddings
 
     def kv_layout(self, dtype: str) -> KVLayout:
         return KVLayout(self.num_layers, self.num_kv_heads, self.head_dim, dtype)

@@ -158,6 +158,7 @@ void run(const Step& step, const Task& task) {
 
   alignas(64) float queries[ROWS][DIM], outputs[ROWS][DIM], scores[ROWS][KEYS], block[LANES][DIM];
   float top[ROWS], total[ROWS];
+  int64_t position[ROWS], low[ROWS];  // of each row, and of the first key that it sees
   const T* q = (const T*)step.q;
   const auto element = [&](int r) {  // where a row's query and output are
     const int64_t token = first_row + r % each / group;
@@ -171,10 +172,12 @@ void run(const Step& step, const Task& task) {
     }
     top[r] = -INFINITY;
     total[r] = 0;
+    position[r] = first_position + r % each / group;
+    low[r] = step.window ? std::max<int64_t>(0, position[r] - step.window + 1) : 0;
   }
   const int64_t last_position = first_position + task.count - 1;
   const int64_t last_block = last_position / LANES;
-  const int64_t lowest = step.window ? std::max<int64_t>(0, first_position - step.window + 1) : 0;
+  const int64_t lowest = low[0];
   const T* head = (const T*)step.cache + (int64_t)task.head * LANES * DIM;
   // Blocks lie anywhere, so no hardware guesses the next: each row fetches its part of a block that comes later.
   const size_t lines = task.heads * LANES * DIM * sizeof(T) / 64;
@@ -195,8 +198,7 @@ void run(const Step& step, const Task& task) {
         if (r % each == 0)
           for (int j = 0; j < LANES; j++, keys += DIM)
             for (int i = 0; i < N; i++) store(&block[j][i * LANES], load(keys + i * LANES));
-        const int64_t position = first_position + r % each / group;
-        if (base > position) continue;
+        if (base > position[r]) continue;
         Vec dots[LANES];
         for (int j = 0; j < LANES; j++) {
           Vec dot = load(&queries[r][0]) * load(&block[j][0]);
@@ -207,17 +209,14 @@ void run(const Step& step, const Task& task) {
         if (step.softcap > 0)
           for (int j = 0; j < LANES; j++) score[j] = step.softcap * std::tanh(score[j] / step.softcap);
         const Int key = lanes + (int32_t)base;
-        Int seen = key <= (int32_t)position;
-        if (step.window) seen &= key > (int32_t)(position - step.window);
+        const Int seen = (key <= (int32_t)position[r]) & (key >= (int32_t)low[r]);
         store(&scores[r][b * LANES], seen ? score : (Vec){} - INFINITY);
       }
     }
     for (int r = 0; r < rows; r++) {  // scores become probabilities, relative to the largest so far
-      const int64_t position = first_position + r % each / group;
-      const int64_t low = step.window ? std::max<int64_t>(0, position - step.window + 1) : 0;
-      if (chunk > position || chunk + KEYS <= low) continue;
-      const int begin = (int)(std::max(low, chunk) - chunk) / LANES;
-      const int end = (int)(std::min<int64_t>(position, chunk + KEYS - 1) - chunk) / LANES + 1;
+      if (chunk > position[r] || chunk + KEYS <= low[r]) continue;
+      const int begin = (int)(std::max(low[r], chunk) - chunk) / LANES;
+      const int end = (int)(std::min<int64_t>(position[r], chunk + KEYS - 1) - chunk) / LANES + 1;
       Vec most = load(&scores[r][begin * LANES]);
       for (int b = begin + 1; b < end; b++) {
         const Vec other = load(&scores[r][b * LANES]);
@@ -245,10 +244,8 @@ void run(const Step& step, const Task& task) {
         if (r % each == 0)
           for (int j = 0; j < LANES; j++, values += DIM)
             for (int i = 0; i < N; i++) store(&block[j][i * LANES], load(values + i * LANES));
-        const int64_t position = first_position + r % each / group;
-        const int64_t low = step.window ? std::max<int64_t>(0, position - step.window + 1) : 0;
-        const int begin = (int)std::max<int64_t>(0, low - base);
-        const int end = (int)std::min<int64_t>(LANES, position - base + 1);
+        const int begin = (int)std::max<int64_t>(0, low[r] - base);
+        const int end = (int)std::min<int64_t>(LANES, position[r] - base + 1);
         if (begin >= end) continue;
         Vec out[N];
         for (int i = 0; i < N; i++) out[i] = load(&outputs[r][i * LANES]);
