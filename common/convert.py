@@ -1,7 +1,7 @@
 """Between wire messages and the engine's dataclasses, one pair of functions a noun."""
 
-from common.engine.batch import EngineLoad, Logprob, Sample, TokenOutput
-from common.engine.sequence import FinishReason, SamplingParams, Sequence
+from common.engine.batch import EngineLoad, Logprob, TokenOutput
+from common.engine.sequence import FinishReason, SamplingParams
 from common.errors import InvalidRequest, KVRelayError, from_wire
 from common.rpc import types_pb2
 
@@ -69,22 +69,6 @@ def token_to_proto(token: TokenOutput) -> types_pb2.Token:
     )
 
 
-def token_from_proto(message: types_pb2.Token, sequence: Sequence) -> TokenOutput:
-    """Raises KVRelayError for a finish reason that this version doesn't know."""
-    return TokenOutput(
-        sequence=sequence,
-        fork=message.fork,
-        index=message.index,
-        sample=sample_from_proto(message),
-        finish_reason=finish_reason_from_proto(message),
-        stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
-    )
-
-
-def sample_from_proto(message: types_pb2.Token) -> Sample:
-    return Sample(message.token_id, tuple(logprob_from_proto(logprob) for logprob in message.logprobs))
-
-
 def finish_reason_from_proto(message: types_pb2.Token) -> FinishReason | None:
     """None: the fork goes on. Raises KVRelayError for an unknown reason."""
     if not message.finish_reason:
@@ -104,8 +88,8 @@ def error_from_proto(message: types_pb2.Error) -> KVRelayError:
     return from_wire(message.code, message.message, message.field)
 
 
-def load_to_proto(load: EngineLoad, *, held_blocks: int = 0, reserved_blocks: int = 0) -> types_pb2.Load:
-    """The engine's counts, and the two that its service keeps."""
+def load_to_proto(load: EngineLoad, *, held_blocks: int = 0) -> types_pb2.Load:
+    """The engine's counts, and the blocks that its service holds under leases."""
     return types_pb2.Load(
         running=load.running,
         waiting=load.waiting,
@@ -113,16 +97,5 @@ def load_to_proto(load: EngineLoad, *, held_blocks: int = 0, reserved_blocks: in
         total_blocks=load.total_blocks,
         free_blocks=load.free_blocks,
         held_blocks=held_blocks,
-        reserved_blocks=reserved_blocks,
-    )
-
-
-def load_from_proto(message: types_pb2.Load) -> EngineLoad:
-    """The engine's part; held_blocks and reserved_blocks stay in the message."""
-    return EngineLoad(
-        running=message.running,
-        waiting=message.waiting,
-        waiting_tokens=message.waiting_tokens,
-        total_blocks=message.total_blocks,
-        free_blocks=message.free_blocks,
+        reserved_blocks=load.reserved_blocks,
     )

@@ -4,7 +4,6 @@ import ctypes
 import os
 import signal
 import sys
-import threading
 
 PR_SET_PDEATHSIG = 1  # Linux, prctl(2)
 
@@ -13,7 +12,7 @@ _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def die_with_parent(parent_pid: int | None = None) -> bool:
-    """Asks the kernel to kill this process when its parent ends; False where the kernel can't (see watch_parent).
+    """Asks the kernel to kill this process when its parent ends; False where the kernel can't.
 
     As a preexec_fn it survives the exec, so it works for any program:
     `Popen(..., preexec_fn=partial(die_with_parent, os.getpid()))`. A role calls it first of all, with the
@@ -30,17 +29,3 @@ def die_with_parent(parent_pid: int | None = None) -> bool:
     if os.getppid() != parent_pid:
         os.kill(os.getpid(), signal.SIGKILL)
     return True
-
-
-def watch_parent(parent_pid: int, interval_s: float = 1.0) -> threading.Thread:
-    """The fallback for our own roles where die_with_parent returns False: a thread that looks now and then."""
-    never = threading.Event()
-
-    def watch() -> None:
-        while os.getppid() == parent_pid:
-            never.wait(interval_s)
-        os._exit(1)
-
-    thread = threading.Thread(target=watch, name="watch-parent", daemon=True)
-    thread.start()
-    return thread

@@ -169,8 +169,7 @@ class DecodeService:
         message.prefill_s = self._clock() - started
 
     def load(self) -> types_pb2.Load:
-        load = self.engine.load()
-        message = load_to_proto(load, reserved_blocks=load.reserved_blocks)
+        message = load_to_proto(self.engine.load())
         message.waiting += self.admission.num_waiting
         return message
 

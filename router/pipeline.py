@@ -55,11 +55,12 @@ class Pipeline:
         self._deadlines = deadlines
         self._clock = clock
         self._running = 0
+        self._waiting = 0  # for a decode worker
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]:
         """The answers' deltas as they come. Closing the iterator frees both workers; raises KVRelayError."""
         run = Run(generation, self._text, self._metrics, self._clock)
-        self._count(1)
+        self._count(running=1)
         driver = asyncio.create_task(self._drive(run))
         try:
             open_answers = run.request.n
@@ -71,7 +72,7 @@ class Pipeline:
                 yield item
             self._report(run)
         finally:
-            self._count(-1)
+            self._count(running=-1)
             await end(driver)
 
     async def _drive(self, run: Run) -> None:
@@ -108,14 +109,11 @@ class Pipeline:
     async def _attempt(self, run: Run, answers: list[Answer]) -> None:
         """Prefill, hand-over, decode; or decode alone where there is no prefill pool."""
         key = run.next_attempt(answers)
-        before = run.elapsed_s()
         tokens = self._tokens(run, answers)
-        salt = run.request.cache_salt
-        await self._workers.decode_worker(tokens, salt, None)  # without one, a prefill would be in vain
-        run.report.router_queue_s += run.elapsed_s() - before
+        await self._decode_worker(run, tokens, None)  # without one, a prefill would be in vain
         picked = None
         if run.failed_handovers < MAX_HANDOVERS:  # else the decode worker computes the prompt
-            picked = self._workers.pick_prefill(tokens, salt, run.failed)
+            picked = self._workers.pick_prefill(tokens, run.request.cache_salt, run.failed)
         if picked is None:
             await self._decode(run, answers, key, None)
             return
@@ -138,6 +136,16 @@ class Pipeline:
     def _tokens(self, run: Run, answers: list[Answer]) -> tuple[int, ...]:
         """The prompt and what the answers have in common so far."""
         return (*run.request.prompt_ids, *(answers[0].output_ids if len(answers) == 1 else ()))
+
+    async def _decode_worker(self, run: Run, tokens: tuple[int, ...], fingerprint: str | None) -> WorkerClient:
+        """The decode worker for these tokens, as soon as there is one; the wait counts as the request's queue."""
+        before = run.elapsed_s()
+        self._count(waiting=1)
+        try:
+            return await self._workers.decode_worker(tokens, run.request.cache_salt, fingerprint, run.failed)
+        finally:
+            self._count(waiting=-1)
+            run.report.router_queue_s += run.elapsed_s() - before
 
     async def _prefill(
         self, run: Run, answers: list[Answer], key: types_pb2.AttemptKey, client: WorkerClient
@@ -162,11 +170,8 @@ class Pipeline:
 
     async def _decode(self, run: Run, answers: list[Answer], key: types_pb2.AttemptKey, held: Held | None) -> None:
         """Tokens until these answers are finished, on KV from the handle or, without one, from the start."""
-        before = run.elapsed_s()
-        fingerprint = held.handle.fingerprint if held else None
         tokens = self._tokens(run, answers)
-        client = await self._workers.decode_worker(tokens, run.request.cache_salt, fingerprint, run.failed)
-        run.report.router_queue_s += run.elapsed_s() - before
+        client = await self._decode_worker(run, tokens, held.handle.fingerprint if held else None)
         run.report.decode_worker = client.record.worker_id
         submission = run.submission(answers, client, key)
         handle = held.handle.to_proto() if held else None
@@ -228,9 +233,10 @@ class Pipeline:
             tokens=max(len(answer.output_ids) for answer in run.answers),
         )
 
-    def _count(self, change: int) -> None:
-        self._running += change
-        self._metrics.on_load(self._running, 0)
+    def _count(self, *, running: int = 0, waiting: int = 0) -> None:
+        self._running += running
+        self._waiting += waiting
+        self._metrics.on_load(self._running, self._waiting)
 
 
 async def _all(coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:

@@ -102,7 +102,7 @@ class Sampler:
         best, ids = logits.max(-1)
         if not best.isfinite().all():  # else they would draw tokens in silence
             raise ValueError("the model gave logits that are not finite")
-        return [self._row(logits[row], sequence, int(ids[row])) for row, sequence in enumerate(sequences)]
+        return [self._row(logits[row], *pair) for row, pair in enumerate(zip(sequences, ids.tolist(), strict=True))]
 
     def _row(self, logits: Tensor, sequence: Sequence, best: int) -> list[Sample]:
         params = sequence.params
