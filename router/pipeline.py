@@ -19,6 +19,7 @@ from kvtransfer.handle import KVHandle
 from kvtransfer.lease import ROUTER
 from router.answer import Answer
 from router.clients import WorkerClient
+from router.context import Context
 from router.generation import Delta, Generation
 from router.run import Run
 from router.text import TextModel
@@ -109,11 +110,11 @@ class Pipeline:
     async def _attempt(self, run: Run, answers: list[Answer]) -> None:
         """Prefill, hand-over, decode; or decode alone where there is no prefill pool."""
         key = run.next_attempt(answers)
-        tokens = self._tokens(run, answers)
-        await self._decode_worker(run, tokens, None)  # without one, a prefill would be in vain
+        context = run.context(answers)
+        await self._decode_worker(run, context, None)  # without one, a prefill would be in vain
         picked = None
         if run.failed_handovers < MAX_HANDOVERS:  # else the decode worker computes the prompt
-            picked = self._workers.pick_prefill(tokens, run.request.cache_salt, run.failed)
+            picked = self._workers.pick_prefill(context, run.failed)
         if picked is None:
             await self._decode(run, answers, key, None)
             return
@@ -133,16 +134,12 @@ class Pipeline:
                 if live:
                     await self._decode(run, live, key, held)
 
-    def _tokens(self, run: Run, answers: list[Answer]) -> tuple[int, ...]:
-        """The prompt and what the answers have in common so far."""
-        return (*run.request.prompt_ids, *(answers[0].output_ids if len(answers) == 1 else ()))
-
-    async def _decode_worker(self, run: Run, tokens: tuple[int, ...], fingerprint: str | None) -> WorkerClient:
+    async def _decode_worker(self, run: Run, context: Context, fingerprint: str | None) -> WorkerClient:
         """The decode worker for these tokens, as soon as there is one; the wait counts as the request's queue."""
         before = run.elapsed_s()
         self._count(waiting=1)
         try:
-            return await self._workers.decode_worker(tokens, run.request.cache_salt, fingerprint, run.failed)
+            return await self._workers.decode_worker(context, fingerprint, run.failed)
         finally:
             self._count(waiting=-1)
             run.report.router_queue_s += run.elapsed_s() - before
@@ -170,15 +167,15 @@ class Pipeline:
 
     async def _decode(self, run: Run, answers: list[Answer], key: types_pb2.AttemptKey, held: Held | None) -> None:
         """Tokens until these answers are finished, on KV from the handle or, without one, from the start."""
-        tokens = self._tokens(run, answers)
-        client = await self._decode_worker(run, tokens, held.handle.fingerprint if held else None)
+        context = run.context(answers)
+        client = await self._decode_worker(run, context, held.handle.fingerprint if held else None)
         run.report.decode_worker = client.record.worker_id
         submission = run.submission(answers, client, key)
         handle = held.handle.to_proto() if held else None
         command = decode_pb2.DecodeCommand(submit=decode_pb2.DecodeSubmission(submission=submission, handle=handle))
         live = {answer.index for answer in answers}
-        patience_s = self._deadlines.decode_token_s if held else self._prefill_patience_s(client, len(tokens))
-        with run.blaming(client), client.attempt(key, command, len(tokens)) as stream:
+        patience_s = self._deadlines.decode_token_s if held else self._prefill_patience_s(client, len(context))
+        with run.blaming(client), client.attempt(key, command, len(context)) as stream:
             while live:
                 kind, message = await stream.next(patience_s)
                 if kind == "admitted":

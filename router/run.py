@@ -10,6 +10,7 @@ from common.metrics import RouterMetrics
 from common.rpc import decode_pb2, prefill_pb2, types_pb2
 from router.answer import Answer
 from router.clients import WorkerClient
+from router.context import Context
 from router.generation import Delta, Generation
 from router.text import TextModel
 
@@ -30,6 +31,7 @@ class Run:
         self._began = clock()
         self._last_token_s = [0.0] * self.request.n
         self._params = params_to_proto(self.request.params)
+        self._prompt = Context(self.request.prompt_ids, self.request.cache_salt)
 
     def elapsed_s(self) -> float:
         return self._clock() - self._began
@@ -53,6 +55,10 @@ class Run:
         if len(answers) == 1 and self.request.n > 1:
             request_id += f".{answers[0].index}"
         return types_pb2.AttemptKey(request_id=request_id, attempt=self.report.attempts)
+
+    def context(self, answers: list[Answer]) -> Context:
+        """The prompt and what these answers have in common so far."""
+        return self._prompt.extended(answers[0].output_ids) if len(answers) == 1 else self._prompt
 
     def submission(
         self, answers: list[Answer], worker: WorkerClient, key: types_pb2.AttemptKey

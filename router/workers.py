@@ -6,14 +6,14 @@ reached and isn't listed any more.
 
 import asyncio
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 
-from common.block_hash import block_hashes, root_hash
 from common.deadlines import Deadlines
 from common.errors import NoWorker
 from common.metrics import RouterMetrics
 from common.registry import Registry, WorkerRecord
 from router.clients import WorkerClient
+from router.context import Context
 from router.index import Expectation, PrefixIndex
 from router.policy import Candidate, pick_decode, pick_prefill
 
@@ -72,40 +72,30 @@ class Workers:
             return False, "no prefill worker is reachable"
         return True, "ready"
 
-    def hashes(self, record: WorkerRecord, token_ids: Sequence[int], cache_salt: str) -> list[bytes]:
-        """Block hashes of these tokens as this worker's cache has them."""
-        return block_hashes(root_hash(record.model_revision, cache_salt=cache_salt), token_ids)
-
-    def pick_prefill(
-        self, token_ids: Sequence[int], cache_salt: str, failed: Collection[str] = ()
-    ) -> tuple[WorkerClient, Expectation] | None:
+    def pick_prefill(self, context: Context, failed: Collection[str] = ()) -> tuple[WorkerClient, Expectation] | None:
         """The worker that is done with this prompt first, and the blocks it is now expected to have.
 
         Ids in `failed`, here and below, are those of workers that this request has tried in vain.
         """
-        clients = self.usable("prefill")
-        hashes = self._hashes_of(clients, token_ids, cache_salt)
         fingerprints = {client.record.fingerprint for client in self.usable("decode")}
         picked = pick_prefill(
-            [self._candidate(client, hashes, failed) for client in clients],
-            len(token_ids),
+            [self._candidate(client, context, failed) for client in self.usable("prefill")],
+            len(context),
             fingerprints=fingerprints,
             turn=self._random.getrandbits(32),
         )
         if picked is None:
             return None
         client = self._clients[picked.worker_id]
-        return client, self._index.expect(picked.worker_id, hashes[client.record.model_revision])
+        return client, self._index.expect(picked.worker_id, context.hashes(client.record.model_revision))
 
     def pick_decode(
-        self, token_ids: Sequence[int], cache_salt: str, fingerprint: str | None, failed: Collection[str] = ()
+        self, context: Context, fingerprint: str | None, failed: Collection[str] = ()
     ) -> WorkerClient | None:
         """The worker that holds the least, counting what it has of this prompt; of one fingerprint, if given."""
-        clients = self.usable("decode")
-        hashes = self._hashes_of(clients, token_ids, cache_salt)
         picked = pick_decode(
-            [self._candidate(client, hashes, failed) for client in clients],
-            len(token_ids),
+            [self._candidate(client, context, failed) for client in self.usable("decode")],
+            len(context),
             fingerprint=fingerprint,
             turn=self._random.getrandbits(32),
         )
@@ -121,25 +111,18 @@ class Workers:
             return
 
     async def decode_worker(
-        self, token_ids: Sequence[int], cache_salt: str, fingerprint: str | None, failed: Collection[str] = ()
+        self, context: Context, fingerprint: str | None, failed: Collection[str] = ()
     ) -> WorkerClient:
         """pick_decode, waiting for a worker to come back if need be. Raises NoWorker after the queue deadline."""
         deadline = self._clock() + self._deadlines.router_queue_s
-        while (client := self.pick_decode(token_ids, cache_salt, fingerprint, failed)) is None:
+        while (client := self.pick_decode(context, fingerprint, failed)) is None:
             left = deadline - self._clock()
             if left <= 0:
                 raise NoWorker("no decode worker can take the request")
             await self.change(min(left, self._deadlines.heartbeat_s))
         return client
 
-    def _hashes_of(
-        self, clients: Sequence[WorkerClient], token_ids: Sequence[int], cache_salt: str
-    ) -> dict[str, list[bytes]]:
-        """By model revision; workers share one but during a rolling update."""
-        records = {client.record.model_revision: client.record for client in clients}
-        return {revision: self.hashes(record, token_ids, cache_salt) for revision, record in records.items()}
-
-    def _candidate(self, client: WorkerClient, hashes: dict[str, list[bytes]], failed: Collection[str]) -> Candidate:
+    def _candidate(self, client: WorkerClient, context: Context, failed: Collection[str]) -> Candidate:
         record, load = client.record, client.load
         return Candidate(
             worker_id=record.worker_id,
@@ -151,7 +134,7 @@ class Workers:
             in_flight=client.in_flight,
             free_blocks=load.free_blocks,
             total_blocks=load.total_blocks,
-            prefix_blocks=self._index.prefix_blocks(record.worker_id, hashes[record.model_revision]),
+            prefix_blocks=self._index.prefix_blocks(record.worker_id, context.hashes(record.model_revision)),
             failed=record.worker_id in failed,
         )
 

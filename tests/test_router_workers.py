@@ -25,6 +25,7 @@ from common.redis_server import RedisServer
 from common.registry import Registry
 from common.rpc import types_pb2
 from common.tasks import end
+from router.context import Context
 from router.index import LINGER_S, PrefixIndex
 from router.text import TextModel
 from router.workers import Workers
@@ -227,16 +228,16 @@ async def test_settling_with_nobody_listed_ends_at_once(text: TextModel) -> None
 async def test_waiting_for_a_decode_worker_ends_with_one_or_with_the_deadline(text: TextModel) -> None:
     async with fake_cluster(text, listed=False, router_queue_s=0.1) as cluster:
         with pytest.raises(NoWorker):
-            await cluster.workers.decode_worker(PROMPT, "", None)
+            await cluster.workers.decode_worker(Context(PROMPT), None)
     async with fake_cluster(text, listed=False) as cluster:
-        waiting = [asyncio.create_task(cluster.workers.decode_worker(PROMPT, "", None)) for _ in range(20)]
+        waiting = [asyncio.create_task(cluster.workers.decode_worker(Context(PROMPT), None)) for _ in range(20)]
         await asyncio.sleep(0.02)
         await cluster.show(*cluster.fakes)
         clients = await asyncio.gather(*waiting)
         assert {client.record.worker_id for client in clients} == {"decode-0"}
     async with fake_cluster(text, router_queue_s=0.1) as cluster:
         with pytest.raises(NoWorker):
-            await cluster.workers.decode_worker(PROMPT, "", "another fingerprint")
+            await cluster.workers.decode_worker(Context(PROMPT), "another fingerprint")
 
 
 async def test_only_equal_fingerprints_are_paired(text: TextModel) -> None:
@@ -294,15 +295,15 @@ async def test_a_busy_worker_gets_less(text: TextModel) -> None:
 
 async def test_a_prompt_is_expected_where_it_was_sent_and_no_longer_than_that(text: TextModel) -> None:
     async with fake_cluster(text, prefill=2) as cluster:
-        client, expectation = cluster.workers.pick_prefill(LONG, "salt")
+        client, expectation = cluster.workers.pick_prefill(Context(LONG, "salt"))
         worker_id = client.record.worker_id
-        hashes = cluster.workers.hashes(client.record, LONG, "salt")
+        hashes = Context(LONG, "salt").hashes(client.record.model_revision)
         assert cluster.index.prefix_blocks(worker_id, hashes) == 3
         for _ in range(4):  # its prefix draws the same prompt
-            again, other = cluster.workers.pick_prefill(LONG, "salt")
+            again, other = cluster.workers.pick_prefill(Context(LONG, "salt"))
             assert again is client
             other.answered()
-        assert cluster.index.prefix_blocks(worker_id, cluster.workers.hashes(client.record, LONG, "other")) == 0
+        assert cluster.index.prefix_blocks(worker_id, Context(LONG, "other").hashes(client.record.model_revision)) == 0
         expectation.answered()
         assert cluster.index.prefix_blocks(worker_id, hashes) == 3
         cluster.clock.skipped_s += LINGER_S
@@ -325,7 +326,9 @@ async def test_expectations_are_withdrawn_however_the_prefill_ends(text: TextMod
         assert not cluster.index._open
         cluster.clock.skipped_s += LINGER_S
         assert (
-            cluster.workers._index.prefix_blocks("prefill-0", cluster.workers.hashes(cluster.prefill.record, LONG, ""))
+            cluster.workers._index.prefix_blocks(
+                "prefill-0", Context(LONG).hashes(cluster.prefill.record.model_revision)
+            )
             == 0
         )
 
