@@ -20,11 +20,9 @@ from common.deadlines import Deadlines
 from common.engine.batch import StepOutput
 from common.engine.build import BuiltEngine, build_engine
 from common.engine.engine import Engine
-from common.engine.kv_cache import KVPool
 from common.engine.loop import EngineLoop
 from common.errors import ConfigError, EngineFailure, RedisUnreachable
 from common.grpc_server import GrpcServer, is_address, join_address
-from common.layout import KVLayout
 from common.log import get_logger, log_event
 from common.memory import proportional_bytes
 from common.metrics import WorkerMetrics, serve_worker_http
@@ -58,14 +56,16 @@ class Worker:
     """What a service is given."""
 
     info: WorkerInfo
-    engine: Engine
-    pool: KVPool
-    layout: KVLayout
+    built: BuiltEngine
+    settings: WorkerConfig
     server: GrpcServer
     metrics: WorkerMetrics
     deadlines: Deadlines
-    transport: str
     clock: Callable[[], float]
+
+    @property
+    def engine(self) -> Engine:
+        return self.built.engine
 
 
 class Service(Protocol):
@@ -126,7 +126,7 @@ def run_worker(
             worker = make_worker(role, built, server, settings, deadlines)
             service = start_service(worker)
             stop = stop_on_signals()
-            async with running(worker, service, built, redis, redis_settings.redis_namespace, settings, stop) as record:
+            async with running(worker, service, redis, redis_settings.redis_namespace, stop) as record:
                 memory = {"weights": built.weights_bytes, "pool": built.pool.num_bytes, "pss": proportional_bytes()}
                 log_event(log, logging.INFO, "memory", **{name: f"{size >> 20} MiB" for name, size in memory.items()})
                 announce_ready(role, record.address, epoch=record.epoch, metrics=record.http_address, memory=memory)
@@ -153,32 +153,25 @@ def make_worker(
     )
     return Worker(
         info=info,
-        engine=built.engine,
-        pool=built.pool,
-        layout=built.layout,
+        built=built,
+        settings=settings,
         server=server,
         metrics=WorkerMetrics(built.name, role),
         deadlines=deadlines,
-        transport=settings.transport,
         clock=time.monotonic,
     )
 
 
 @asynccontextmanager
 async def running(
-    worker: Worker,
-    service: Service,
-    built: BuiltEngine,
-    redis: Redis,
-    namespace: str,
-    settings: WorkerConfig,
-    stop: asyncio.Event,
+    worker: Worker, service: Service, redis: Redis, namespace: str, stop: asyncio.Event
 ) -> AsyncIterator[WorkerRecord]:
     """The worker at work: steps its engine, answers calls, is announced.
 
     If the step loop dies, `stop` is set, and leaving the context raises EngineFailure.
     """
-    info, deadlines, metrics = worker.info, worker.deadlines, worker.metrics
+    info, built, settings = worker.info, worker.built, worker.settings
+    deadlines, metrics = worker.deadlines, worker.metrics
     loop = asyncio.get_running_loop()
     registry = Registry(redis, namespace, deadlines)
     publisher = CacheEventPublisher(

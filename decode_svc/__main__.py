@@ -15,12 +15,12 @@ MAX_NUM_BATCHED_TOKENS = 256
 def start(worker: Worker) -> DecodeService:
     """The service over the worker's engine, with a reader for other workers' KV."""
     reader = KVReader(
-        worker.pool,
-        worker.layout,
+        worker.built.pool,
+        worker.built.layout,
         worker.info.fingerprint,
         worker.deadlines,
         worker.clock,
-        transports=choose(worker.transport),
+        transports=choose(worker.settings.transport),
     )
     return DecodeService(worker, reader)
 

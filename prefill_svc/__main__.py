@@ -19,7 +19,7 @@ def start(worker: Worker) -> PrefillService:
         leases,
         fingerprint=worker.info.fingerprint,
         layout_id=worker.info.layout_id,
-        transports=holders(choose(worker.transport), worker.pool),
+        transports=holders(choose(worker.settings.transport), worker.built.pool),
         clock=worker.clock,
     )
     return PrefillService(worker, leases, holder)

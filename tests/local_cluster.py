@@ -13,7 +13,7 @@ import decode_svc.__main__
 import prefill_svc.__main__
 from common.config import Bytes, EngineConfig, WorkerConfig
 from common.deadlines import Deadlines
-from common.engine.build import BuiltEngine, build_engine
+from common.engine.build import build_engine
 from common.engine.sequence import SamplingParams
 from common.grpc_server import GrpcServer
 from common.metrics import RouterMetrics
@@ -36,7 +36,6 @@ START = {"prefill": prefill_svc.__main__.start, "decode": decode_svc.__main__.st
 class LocalWorker:
     worker: Worker
     service: Any
-    built: BuiltEngine
     stop: asyncio.Event
 
 
@@ -169,10 +168,8 @@ async def local_cluster(
                 )
                 stack.callback(built.pool.close)
                 worker = make_worker(role, built, server, settings, deadlines)
-                one = LocalWorker(worker, START[role](worker), built, asyncio.Event())
-                await stack.enter_async_context(
-                    running(worker, one.service, built, redis, namespace, settings, one.stop)
-                )
+                one = LocalWorker(worker, START[role](worker), asyncio.Event())
+                await stack.enter_async_context(running(worker, one.service, redis, namespace, one.stop))
                 local.append(one)
         index_ = PrefixIndex(redis, namespace, deadlines)
         metrics = RouterMetrics("test")

@@ -158,7 +158,7 @@ async def test_events_come_in_order_and_tokens_are_numbered_without_gaps(
     assert [token.finish_reason for token in tokens] == [""] * (len(tokens) - 1) + ["length"]
     admitted = await stream.event("admitted")
     blocks = -(-length // BLOCK_SIZE)
-    assert (admitted.transport, admitted.bytes) == ("shm", blocks * one.built.layout.block_bytes)
+    assert (admitted.transport, admitted.bytes) == ("shm", blocks * one.worker.built.layout.block_bytes)
     assert (admitted.cached_tokens, admitted.queue_s >= 0, admitted.handover_s >= 0) == (0, True, True)
 
 
@@ -210,7 +210,7 @@ async def test_a_local_prefix_hit_pulls_only_what_is_missing(
     admitted = await stream.event("admitted")
     hits = min(known, length) // BLOCK_SIZE
     assert admitted.cached_tokens == hits * BLOCK_SIZE
-    assert admitted.bytes == (-(-length // BLOCK_SIZE) - hits) * one.built.layout.block_bytes
+    assert admitted.bytes == (-(-length // BLOCK_SIZE) - hits) * one.worker.built.layout.block_bytes
     split = (await stream.answer())[0]
     await stream.submit(prompt(length), request="unsplit", cache_salt="unsplit")
     unsplit = (await stream.answer("unsplit"))[0]

@@ -58,7 +58,7 @@ async def all_free(cluster: LocalCluster) -> AsyncIterator[None]:
 
 @pytest.fixture
 def recompute(model: Path, cluster: LocalCluster) -> "Recompute":
-    return Recompute.of(model, cluster.local[0].built.layout.dtype)
+    return Recompute.of(model, cluster.local[0].worker.built.layout.dtype)
 
 
 class Recompute:
@@ -128,7 +128,7 @@ async def test_a_prefix_hit_changes_no_token(
         # all full blocks of the prompt may be here already: its KV need not be computed again
         at_decode = shared // BLOCK_SIZE * BLOCK_SIZE if kept in ("decode", "both") else 0
         assert answered.report.decode_cached_tokens == at_decode
-        block_bytes = cluster.local[0].built.layout.block_bytes
+        block_bytes = cluster.local[0].worker.built.layout.block_bytes
         assert answered.report.handover_bytes == (len(wanted) - at_decode) // BLOCK_SIZE * block_bytes
     else:
         assert answered.report.cached_tokens == (hits if kept in ("decode", "both") else 0)
