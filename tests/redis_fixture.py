@@ -4,10 +4,10 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from redis.asyncio import Redis
+from redis_process import RedisServer
 from redis_tools import QUICK
 
 from common.redis_client import connect
-from common.redis_server import RedisServer
 
 
 @pytest.fixture(scope="session")

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from redis_process import RedisServer
 from redis_tools import QUICK, Cache, a_hash, eventually, lines_of
 
 from common import cache_events
 from common.cache_events import CacheEventPublisher, cache_keys, unpack_hashes
 from common.redis_client import Outage, connect
-from common.redis_server import RedisServer
 
 pytest_plugins = ("redis_fixture",)
 

@@ -12,11 +12,11 @@ from urllib.parse import quote
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, RedisError
+from redis_process import RedisServer
 from redis_tools import QUICK, lines_of
 
 from common.errors import ConfigError, RedisUnreachable, StartupError
 from common.redis_client import Outage, connect, raise_if_cancelled
-from common.redis_server import RedisServer
 
 pytest_plugins = ("redis_fixture",)
 

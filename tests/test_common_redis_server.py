@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 import redis
+import redis_process
 from process_tools import is_running, linux, wait_until_ended
+from redis_process import RedisServer
 
-from common import redis_server
 from common.errors import AddressInUse, StartupError
-from common.redis_server import RedisServer, find_redis_server
+from common.redis_server import find_redis_server
 
 STARTS_A_SERVER = """
 import time
-from common.redis_server import RedisServer
+from redis_process import RedisServer
 server = RedisServer().start()
 print(server.pid, flush=True)
 time.sleep(60)
@@ -68,7 +69,8 @@ def test_version_has_every_command_that_kvrelay_uses() -> None:
 
 @linux
 def test_server_dies_with_a_killed_parent() -> None:
-    with subprocess.Popen([sys.executable, "-c", STARTS_A_SERVER], stdout=subprocess.PIPE, text=True) as parent:
+    command, here = [sys.executable, "-c", STARTS_A_SERVER], Path(__file__).parent
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=here) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         assert is_running(pid)
@@ -86,9 +88,9 @@ def test_taken_port_is_refused_though_a_redis_answers_there() -> None:
 
 def test_port_lost_to_another_process_is_chosen_again(monkeypatch: pytest.MonkeyPatch) -> None:
     with RedisServer() as first:
-        free = redis_server.free_port()
+        free = redis_process.free_port()
         offers = iter([first.port, free])
-        monkeypatch.setattr(redis_server, "free_port", lambda: next(offers))
+        monkeypatch.setattr(redis_process, "free_port", lambda: next(offers))
         with RedisServer() as second:
             assert second.port == free
             assert second.pid != first.pid
@@ -155,7 +157,7 @@ def test_missing_and_unexecutable_programs_are_named(tmp_path: Path) -> None:
 
 
 def test_frozen_server_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_server, "STOP_S", 0.2)
+    monkeypatch.setattr(redis_process, "STOP_S", 0.2)
     server = RedisServer().start()
     pid = server.pid
     assert pid is not None

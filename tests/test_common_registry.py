@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from redis_process import RedisServer
 from redis_tools import QUICK, a_record, eventually, lines_of
 
 from common.errors import RedisUnreachable
 from common.redis_client import connect
-from common.redis_server import RedisServer
 from common.registry import Registry, WorkerRecord
 
 pytest_plugins = ("redis_fixture",)

@@ -10,12 +10,12 @@ import pytest
 import pytest_asyncio
 from checkpoints import make_random_checkpoint
 from local_cluster import LocalCluster, LocalWorker, local_cluster
+from redis_process import RedisServer
 from worker_stream import GREEDY, stream_to, submission
 
 from common.block_hash import root_hash
 from common.engine.sequence import SamplingParams, Sequence
 from common.errors import InvalidRequest
-from common.redis_server import RedisServer
 from common.rpc import types_pb2
 from common.submission import sequences_of
 

@@ -19,12 +19,12 @@ from typing import Any
 
 import pytest
 from checkpoints import make_random_checkpoint
+from redis_process import RedisServer
 from redis_tools import eventually
 from worker_stream import open_stream
 
 from common.deadlines import Deadlines
 from common.redis_client import connect
-from common.redis_server import RedisServer
 from common.registry import Registry, WorkerRecord
 
 pytest_plugins = ("redis_fixture",)

@@ -14,12 +14,12 @@ import torch
 from checkpoints import make_random_checkpoint
 from kv_fakes import ManualClock
 from local_cluster import LocalCluster, LocalWorker, local_cluster
+from redis_process import RedisServer
 from redis_tools import eventually
 from worker_stream import GREEDY, QUICK_HEARTBEAT, WorkerStream, held_step, stream_to
 
 from common.block_hash import BLOCK_SIZE
 from common.engine.sequence import SamplingParams
-from common.redis_server import RedisServer
 from common.rpc import kv_pb2, prefill_pb2
 from decode_svc.service import DecodeService
 from kvtransfer.lease import LeaseTable

@@ -14,13 +14,13 @@ import torch
 from checkpoints import make_random_checkpoint
 from kv_fakes import ManualClock
 from local_cluster import LocalCluster, LocalWorker, local_cluster
+from redis_process import RedisServer
 from redis_tools import eventually
 from worker_stream import GREEDY, QUICK_HEARTBEAT, WorkerStream, held_step, holder_client, stream_to
 
 from common.block_hash import BLOCK_SIZE
 from common.engine.sequence import SamplingParams
 from common.errors import EpochMismatch, FingerprintMismatch, HandleTaken, KVExpired, KVRelayError, TransportUnavailable
-from common.redis_server import RedisServer
 from kvtransfer.client import HolderClient
 from kvtransfer.lease import ROUTER
 from prefill_svc.service import PrefillService

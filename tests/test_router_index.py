@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
+from redis_process import RedisServer
 from redis_tools import QUICK, Cache, a_hash, a_record, eventually, lines_of
 
 from common import cache_events
 from common.cache_events import CacheEventPublisher, cache_keys, pack_snapshot
 from common.redis_client import Outage, connect
-from common.redis_server import RedisServer
 from common.registry import WorkerRecord
 from router import index as router_index
 from router.index import LINGER_S, PrefixIndex

@@ -10,9 +10,9 @@ import pytest_asyncio
 from checkpoints import make_random_checkpoint
 from fake_cluster import cancelled_at_turn
 from local_cluster import LocalCluster, local_cluster
+from redis_process import RedisServer
 
 from common.engine.sequence import SamplingParams
-from common.redis_server import RedisServer
 from router.generation import Generation, GenerationRequest
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

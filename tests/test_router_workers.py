@@ -14,6 +14,7 @@ from fake_cluster import PROMPT, QUICK, FakeCluster, fake_cluster
 from fake_turns import Turn, Words, accepting, honest
 from fake_workers import FakeWorker
 from redis.asyncio import Redis
+from redis_process import RedisServer
 from redis_tools import eventually
 
 from common.block_hash import BLOCK_SIZE
@@ -21,7 +22,6 @@ from common.deadlines import Deadlines
 from common.errors import NoWorker
 from common.metrics import RouterMetrics
 from common.redis_client import connect
-from common.redis_server import RedisServer
 from common.registry import Registry
 from common.rpc import types_pb2
 from common.tasks import end

@@ -13,6 +13,7 @@ import pytest_asyncio
 import torch
 from checkpoints import make_random_checkpoint
 from local_cluster import LocalCluster, local_cluster
+from redis_process import RedisServer
 
 from common.block_hash import BLOCK_SIZE
 from common.config import Bytes, EngineConfig
@@ -20,7 +21,6 @@ from common.engine.batch import Batch, ScheduledChunk
 from common.engine.build import BuiltEngine, build_engine
 from common.engine.sampler import Sampler
 from common.engine.sequence import SamplingParams, Sequence
-from common.redis_server import RedisServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 pytest_plugins = ("redis_fixture",)
