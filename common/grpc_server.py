@@ -3,7 +3,7 @@
 import errno
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -14,6 +14,7 @@ from common.errors import AddressInUse, ConfigError
 ADDRESS = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[^\s/:\[\]]+):([0-9]{1,5})")  # host:port, IPv6 in brackets
 MAX_MESSAGE_BYTES = 64 * 2**20  # a submission of a million tokens has 5 MB
 Options = Sequence[tuple[str, int]]
+OpenChannel = Callable[[str, Deadlines], grpc.aio.Channel]
 
 
 def _options(deadlines: Deadlines) -> list[tuple[str, int]]:

@@ -12,7 +12,7 @@ from common.errors import HandoverError, KVExpired, KVRelayError, PullStalled, W
 from common.log import get_logger, log_event
 from kvtransfer.connection import Connection
 from kvtransfer.handle import KVHandle
-from kvtransfer.transport import BlockMemory
+from kvtransfer.transport import BlockMemory, Ticket
 
 log = get_logger("kv")
 
@@ -47,7 +47,7 @@ class Claim:
         self._deadlines = deadlines
         self._clock = clock
         self._sleep = sleep
-        self._identity = (handle.id, handle.epoch, secrets.randbits(64) | 1)
+        self._ticket = Ticket(handle.id, handle.epoch, secrets.randbits(64) | 1)
         self._renewer: asyncio.Task[None] | None = None
         self._lease_s = handle.lease_s
         self._renewed_at = clock()
@@ -67,7 +67,7 @@ class Claim:
         if len({target for _, target in pairs}) != len(pairs):
             raise HandoverError("a destination block comes twice", field="block_ids")
         track = _Track(self._clock)
-        copying = asyncio.create_task(self._connection.transport.pull(pairs, self._pool, track.moved))
+        copying = asyncio.create_task(self._connection.transport.pull(self._ticket, pairs, self._pool, track.moved))
         self._pulls += 1
         try:
             await self._wait(copying, track)
@@ -90,7 +90,7 @@ class Claim:
         self._stop_renewing()
         self._void = HandoverError("the claim has been released")
         try:
-            held = await self._connection.client.release(*self._identity)
+            held = await self._connection.client.release(*self._ticket)
         except KVRelayError as error:
             self._answered = True
             raise KVExpired(f"the holder did not confirm: {error.message}") from error
@@ -102,7 +102,7 @@ class Claim:
         """Renews once; the first time, with the blocks to be read, claims the handle."""
         asked_at = self._clock()
         try:
-            self._lease_s = await self._connection.client.renew(*self._identity, block_ids)
+            self._lease_s = await self._connection.client.renew(*self._ticket, block_ids)
         except HandoverError as error:  # a refusal: there is nothing to release
             self._answered = True
             self._void = error
@@ -122,7 +122,7 @@ class Claim:
     async def give_up(self) -> None:
         """Tells the holder that it may free the blocks; if that fails, the lease ends by itself."""
         try:
-            await self._connection.client.release(*self._identity)
+            await self._connection.client.release(*self._ticket)
         except KVRelayError as error:
             log_event(log, logging.INFO, "claim left to expire", holder=self.handle.address, error=error.code)
 

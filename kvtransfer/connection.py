@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ import grpc
 
 from common.deadlines import Deadlines
 from common.errors import Draining, HandoverError, TransportUnavailable, WorkerLost
+from common.grpc_server import OpenChannel
 from common.log import get_logger, log_event
 from kvtransfer.client import HolderClient
 from kvtransfer.transport import Offer, ReaderTransport, Transport
@@ -48,14 +49,14 @@ class Connections:
         deadlines: Deadlines,
         transports: Sequence[Transport],
         executor: Executor,
-        open_channel: Callable[[str], grpc.aio.Channel],
+        channel: OpenChannel,
     ) -> None:
         self._fingerprint = fingerprint
         self._layout_id = layout_id
         self._deadlines = deadlines
         self._transports = transports
         self._executor = executor
-        self._open_channel = open_channel
+        self._channel = channel
         self._current: dict[tuple[str, int], asyncio.Task[Connection]] = {}
         self._background: set[asyncio.Task[Any]] = set()
         self._closed = False
@@ -114,12 +115,12 @@ class Connections:
         connection.watch = asyncio.create_task(self._watch(connection))
 
     async def _connect(self, address: str, epoch: int) -> Connection:
-        channel = self._open_channel(address)
+        channel = self._channel(address, self._deadlines)
         client = HolderClient(channel, address, self._deadlines)
         try:
             async with asyncio.timeout(self._deadlines.connect_s):
                 offers = await client.connect(epoch, self._fingerprint, self._layout_id)
-                name, transport = await self._prove(client, epoch, offers)
+                name, transport = await self._prove(client, channel, epoch, offers)
         except BaseException as error:
             await channel.close()
             if isinstance(error, TimeoutError):
@@ -130,14 +131,16 @@ class Connections:
         log_event(log, logging.INFO, "holder connected", holder=address, epoch=epoch, transport=name)
         return Connection(address, epoch, channel, client, name, transport)
 
-    async def _prove(self, client: HolderClient, epoch: int, offers: Sequence[Offer]) -> tuple[str, ReaderTransport]:
+    async def _prove(
+        self, client: HolderClient, channel: grpc.aio.Channel, epoch: int, offers: Sequence[Offer]
+    ) -> tuple[str, ReaderTransport]:
         """The first transport, in this reader's order, that the holder offers and that can be proven."""
         problems = []
         for kind in self._transports:
             for offer in offers:
                 if offer.name != kind.name:
                     continue
-                transport = kind.reader(self._executor)
+                transport = kind.reader(self._executor, channel)
                 try:
                     await client.prove(epoch, kind.name, await transport.open(offer))
                 except TransportUnavailable as error:

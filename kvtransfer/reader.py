@@ -1,15 +1,13 @@
 """The reader's side of the hand-over: claims on handles of any holder, pulled into one pool."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
-import grpc
-
 from common.deadlines import Deadlines
 from common.errors import FingerprintMismatch, HandoverError, WorkerLost
-from common.grpc_server import open_channel
+from common.grpc_server import OpenChannel, open_channel
 from common.layout import KVLayout
 from kvtransfer.claim import Claim, Clock, Sleep
 from kvtransfer.connection import Connections
@@ -36,7 +34,7 @@ class KVReader:
         clock: Clock,
         *,
         transports: Sequence[Transport] | None = None,
-        channel: Callable[[str], grpc.aio.Channel] | None = None,
+        channel: OpenChannel = open_channel,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
         self.num_claims = 0
@@ -53,7 +51,7 @@ class KVReader:
             deadlines=deadlines,
             transports=choose() if transports is None else transports,
             executor=self._executor,
-            open_channel=channel or (lambda address: open_channel(address, deadlines)),
+            channel=channel,
         )
 
     @property

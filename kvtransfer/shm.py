@@ -13,10 +13,11 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 
+import grpc
 import numpy as np
 
 from common.errors import HandoverError, TransportUnavailable
-from kvtransfer.transport import BlockMemory, Offer, Progress, SharedMemory, Transport
+from kvtransfer.transport import BlockMemory, Offer, Progress, SharedMemory, Ticket, Transport
 
 NAME = "shm"
 SLICE_BYTES = 4 * 2**20  # copied between two looks at the stop flag, about 1 ms
@@ -56,7 +57,7 @@ class ShmHolder:
 class ShmReader:
     """Copies blocks out of one holder's memfd."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, channel: grpc.aio.Channel) -> None:
         self._executor = executor
         self._map: mmap.mmap | None = None
         self._blocks_offset = self._block_bytes = self._num_blocks = 0
@@ -74,7 +75,9 @@ class ShmReader:
         self._blocks_offset, self._block_bytes, self._num_blocks = blocks_offset, block_bytes, num_blocks
         return self._map[:nonce_bytes]
 
-    async def pull(self, pairs: Sequence[tuple[int, int]], pool: BlockMemory, progress: Progress) -> None:
+    async def pull(
+        self, ticket: Ticket, pairs: Sequence[tuple[int, int]], pool: BlockMemory, progress: Progress
+    ) -> None:
         if self._map is None:
             raise HandoverError("the holder's memory is not open")
         if pool.block_bytes != self._block_bytes:

@@ -4,7 +4,9 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
+
+import grpc
 
 from common.errors import ConfigError, TransportUnavailable
 
@@ -66,6 +68,17 @@ class HolderTransport(Protocol):
     def verify(self, proof: bytes) -> bool: ...
 
 
+class Ticket(NamedTuple):
+    """A reader's right to read one handle's blocks, once its claim stands."""
+
+    handle_id: bytes
+    epoch: int  # the holder's
+    reader_id: int
+
+    def __repr__(self) -> str:  # whoever has the id may read the blocks
+        return f"Ticket(epoch={self.epoch}, reader_id={self.reader_id})"
+
+
 Progress = Callable[[int], None]  # bytes copied so far, first 0; may be called from another thread
 
 
@@ -75,7 +88,9 @@ class ReaderTransport(Protocol):
     async def open(self, offer: Offer) -> bytes:
         """Reaches the holder's pool and returns the proof. Raises TransportUnavailable."""
 
-    async def pull(self, pairs: Sequence[tuple[int, int]], pool: BlockMemory, progress: Progress) -> None:
+    async def pull(
+        self, ticket: Ticket, pairs: Sequence[tuple[int, int]], pool: BlockMemory, progress: Progress
+    ) -> None:
         """Copies the holder's block (first of a pair) into the pool's (second).
 
         Returns or raises, also when cancelled, only after the last byte is written: then, and only
@@ -92,7 +107,7 @@ class Transport:
 
     name: str
     holder: Callable[[SharedMemory], HolderTransport]
-    reader: Callable[[Executor], ReaderTransport]  # copies run in the executor
+    reader: Callable[[Executor, grpc.aio.Channel], ReaderTransport]  # copies run in the executor
 
 
 def choose(setting: str = AUTO) -> tuple[Transport, ...]:

@@ -11,7 +11,7 @@ import grpc
 from common.convert import error_from_proto
 from common.deadlines import Deadlines
 from common.errors import KVRelayError, Timeout, WorkerLost
-from common.grpc_server import open_channel
+from common.grpc_server import OpenChannel, open_channel
 from common.log import get_logger, log_event
 from common.registry import WorkerRecord
 from common.rpc import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
@@ -67,6 +67,7 @@ class WorkerClient:
         deadlines: Deadlines,
         clock: Callable[[], float],
         on_change: Callable[[], None],
+        channel: OpenChannel = open_channel,
     ) -> None:
         self.record = record
         self.load = types_pb2.Load()
@@ -81,7 +82,7 @@ class WorkerClient:
         self._attempts: dict[tuple[str, int], AttemptStream] = {}
         self._outgoing: asyncio.Queue[Any] = asyncio.Queue()
         self._heard_s = self._progress_s = clock()
-        self._channel = open_channel(record.address, deadlines)
+        self._channel = channel(record.address, deadlines)
         self.holder = HolderClient(self._channel, record.address, deadlines)
         self._releases: set[asyncio.Task[None]] = set()
         self._task = asyncio.create_task(self._run())

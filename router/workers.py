@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 
 from common.deadlines import Deadlines
 from common.errors import NoWorker
+from common.grpc_server import OpenChannel, open_channel
 from common.metrics import RouterMetrics
 from common.registry import Registry, WorkerRecord
 from router.clients import WorkerClient
@@ -29,6 +30,7 @@ class Workers:
         deadlines: Deadlines,
         clock: Callable[[], float],
         metrics: RouterMetrics,
+        channel: OpenChannel = open_channel,
     ) -> None:
         self._registry = registry
         self._index = index
@@ -36,6 +38,7 @@ class Workers:
         self._deadlines = deadlines
         self._clock = clock
         self._metrics = metrics
+        self._channel = channel
         self._clients: dict[str, WorkerClient] = {}
         self._changed = asyncio.Event()
         self._listed = False  # the registry has been read
@@ -164,7 +167,9 @@ class Workers:
                 continue
             for client in rivals:
                 self._drop(client)
-            client = WorkerClient(record, self._router_id, self._deadlines, self._clock, self._changed.set)
+            client = WorkerClient(
+                record, self._router_id, self._deadlines, self._clock, self._changed.set, self._channel
+            )
             self._clients[record.worker_id] = client
             staying.add(client)
             self._index.follow(record)

@@ -76,7 +76,7 @@ class GateReader:
         self.log.append("open")
         return self.proof
 
-    async def pull(self, pairs, pool, progress) -> None:
+    async def pull(self, ticket, pairs, pool, progress) -> None:
         progress(0)
         self.log.append("begin")
         cancelled = False
@@ -106,7 +106,7 @@ class GateHolder:
 
 
 def gate_transport(gate: asyncio.Event, log: list[str], proof: bytes = b"proof") -> Transport:
-    return Transport("gate", lambda pool: GateHolder(), lambda executor: GateReader(gate, log, proof))
+    return Transport("gate", lambda pool: GateHolder(), lambda executor, channel: GateReader(gate, log, proof))
 
 
 @dataclass

@@ -292,7 +292,7 @@ async def test_a_cancelled_pull_waits_for_its_copy_and_then_the_holder_is_told(g
 
 
 async def test_a_transport_that_moves_too_little_is_not_believed(gated, monkeypatch):
-    async def short(self, pairs, pool, progress) -> None:
+    async def short(self, ticket, pairs, pool, progress) -> None:
         progress(0)
 
     async with gated.reader.claimed(gated.holder.hold()) as claim:

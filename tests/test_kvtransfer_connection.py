@@ -20,7 +20,7 @@ def connections(executor, **changes) -> Connections:
         "deadlines": FAST,
         "transports": [TRANSPORT],
         "executor": executor,
-        "open_channel": lambda address: open_channel(address, FAST),
+        "channel": open_channel,
     }
     return Connections(**(fields | changes))
 

@@ -17,7 +17,10 @@ from kv_fakes import FakePool, memfds_mapped, until
 from common.errors import HandoverError, TransportUnavailable
 from kvtransfer import shm
 from kvtransfer.shm import ShmHolder, ShmReader
-from kvtransfer.transport import Offer
+from kvtransfer.transport import Offer, Ticket
+
+TICKET = Ticket(bytes(16), 1, 5)  # shared memory asks for none
+CHANNEL = None  # and needs no channel
 
 FOREIGN_HOLDER = """
 import json, sys
@@ -82,9 +85,9 @@ def test_the_named_blocks_are_copied_and_no_others_touched(data, slice_bytes):
     async def copy() -> None:
         with ThreadPoolExecutor(1) as executor, pytest.MonkeyPatch.context() as patch:
             patch.setattr(shm, "SLICE_BYTES", slice_bytes)
-            reader = ShmReader(executor)
+            reader = ShmReader(executor, CHANNEL)
             assert await reader.open(ShmHolder(source).offer()) == source.nonce
-            await reader.pull(pairs, target, moved.append)
+            await reader.pull(TICKET, pairs, target, moved.append)
             reader.close()
 
     asyncio.run(copy())
@@ -116,15 +119,15 @@ async def test_memory_of_another_process_is_read_and_unreachable_once_it_is_kill
     try:
         offer = Offer("shm", json.loads(child.stdout.readline()))
         nonce, block = (bytes.fromhex(child.stdout.readline()) for _ in range(2))
-        reader = ShmReader(executor)
+        reader = ShmReader(executor, CHANNEL)
         assert await reader.open(offer) == nonce
         child.kill()
         child.wait(10)
-        await reader.pull([(2, 5)], target, ignore)  # the map outlives its owner; the holder's word is missing
+        await reader.pull(TICKET, [(2, 5)], target, ignore)  # the map outlives its owner; the holder's word is missing
         assert target.block(5) == block
         reader.close()
         with pytest.raises(TransportUnavailable):
-            await ShmReader(executor).open(offer)
+            await ShmReader(executor, CHANNEL).open(offer)
     finally:
         child.kill()
         child.communicate(timeout=10)
@@ -157,7 +160,7 @@ async def test_an_offer_that_leads_elsewhere_is_unavailable_and_leaves_nothing_o
     offer = ShmHolder(source).offer()
     before = open_fds()
     with pytest.raises(TransportUnavailable):
-        await ShmReader(executor).open(Offer("shm", {**offer.params, **changes}))
+        await ShmReader(executor, CHANNEL).open(Offer("shm", {**offer.params, **changes}))
     assert open_fds() == before
 
 
@@ -166,14 +169,14 @@ async def test_a_missing_parameter_is_named(executor, source, name):
     params = dict(ShmHolder(source).offer().params)
     del params[name]
     with pytest.raises(TransportUnavailable) as caught:
-        await ShmReader(executor).open(Offer("shm", params))
+        await ShmReader(executor, CHANNEL).open(Offer("shm", params))
     assert caught.value.field == f"offer.{name}"
 
 
 async def test_a_memfd_that_could_shrink_under_the_reader_is_refused(executor):
     pool = FakePool(2, sealed=False)
     with pytest.raises(TransportUnavailable, match="cut short"):
-        await ShmReader(executor).open(ShmHolder(pool).offer())
+        await ShmReader(executor, CHANNEL).open(ShmHolder(pool).offer())
     pool.close()
 
 
@@ -184,14 +187,14 @@ async def test_an_fd_that_is_no_memfd_is_not_even_opened(executor, source, tmp_p
     try:
         params = {**ShmHolder(source).offer().params, "fd": str(fd)}
         with pytest.raises(TransportUnavailable, match="not a memfd"):
-            await asyncio.wait_for(ShmReader(executor).open(Offer("shm", params)), 5)
+            await asyncio.wait_for(ShmReader(executor, CHANNEL).open(Offer("shm", params)), 5)
     finally:
         os.close(fd)
 
 
 async def test_an_fd_number_reused_by_another_pool_gives_another_proof(executor, source, target):
     params = {**ShmHolder(source).offer().params, "fd": str(target.fd), "size": str(os.fstat(target.fd).st_size)}
-    reader = ShmReader(executor)
+    reader = ShmReader(executor, CHANNEL)
     proof = await reader.open(Offer("shm", {**params, "num_blocks": "10"}))
     assert not ShmHolder(source).verify(proof)
     reader.close()
@@ -199,31 +202,31 @@ async def test_an_fd_number_reused_by_another_pool_gives_another_proof(executor,
 
 @pytest.mark.parametrize("pairs", [[(12, 0)], [(0, 10)], [(-1, 0)], [(0, -1)], [(0, 0), (99, 1)]])
 async def test_blocks_beyond_either_pool_are_refused_before_a_byte_moves(executor, source, target, pairs):
-    reader, before = ShmReader(executor), target.blocks()
+    reader, before = ShmReader(executor, CHANNEL), target.blocks()
     await reader.open(ShmHolder(source).offer())
     with pytest.raises(HandoverError):
-        await reader.pull(pairs, target, ignore)
+        await reader.pull(TICKET, pairs, target, ignore)
     assert target.blocks() == before
     reader.close()
 
 
 async def test_blocks_of_another_size_are_refused(executor, source):
-    reader, other = ShmReader(executor), FakePool(4, block_bytes=4096)
+    reader, other = ShmReader(executor, CHANNEL), FakePool(4, block_bytes=4096)
     await reader.open(ShmHolder(source).offer())
     with pytest.raises(HandoverError, match="4096"):
-        await reader.pull([(0, 0)], other, ignore)
+        await reader.pull(TICKET, [(0, 0)], other, ignore)
     reader.close()
     other.close()
 
 
 async def test_a_pull_without_an_open_map_is_refused(executor, target):
     with pytest.raises(HandoverError):
-        await ShmReader(executor).pull([(0, 0)], target, ignore)
+        await ShmReader(executor, CHANNEL).pull(TICKET, [(0, 0)], target, ignore)
 
 
 async def test_the_holders_memory_cannot_be_written_and_is_let_go(executor, source):
     before, fds = memfds_mapped(), open_fds()
-    reader = ShmReader(executor)
+    reader = ShmReader(executor, CHANNEL)
     await reader.open(ShmHolder(source).offer())
     assert memfds_mapped() == before + 1
     with pytest.raises(TypeError):
@@ -250,9 +253,9 @@ class BlockedCopy:
 @pytest.mark.parametrize("cancellations", [1, 3])
 async def test_a_cancelled_pull_ends_only_after_its_copy(executor, source, target, monkeypatch, cancellations):
     monkeypatch.setattr(shm, "SLICE_BYTES", source.block_bytes)
-    reader, copy, before = ShmReader(executor), BlockedCopy(), target.blocks()
+    reader, copy, before = ShmReader(executor, CHANNEL), BlockedCopy(), target.blocks()
     await reader.open(ShmHolder(source).offer())
-    pull = asyncio.create_task(reader.pull([(i, i) for i in range(8)], target, copy))
+    pull = asyncio.create_task(reader.pull(TICKET, [(i, i) for i in range(8)], target, copy))
     await until(copy.reached.is_set)
     for _ in range(cancellations):
         pull.cancel()
@@ -267,11 +270,11 @@ async def test_a_cancelled_pull_ends_only_after_its_copy(executor, source, targe
 
 
 async def test_a_pull_cancelled_while_it_waits_for_another_never_copies(executor, source, target):
-    reader, copy, before = ShmReader(executor), BlockedCopy(), target.blocks()
+    reader, copy, before = ShmReader(executor, CHANNEL), BlockedCopy(), target.blocks()
     await reader.open(ShmHolder(source).offer())
-    first = asyncio.create_task(reader.pull([(0, 0)], target, copy))
+    first = asyncio.create_task(reader.pull(TICKET, [(0, 0)], target, copy))
     await until(copy.reached.is_set)
-    second = asyncio.create_task(reader.pull([(1, 1)], target, ignore))
+    second = asyncio.create_task(reader.pull(TICKET, [(1, 1)], target, ignore))
     await asyncio.sleep(0.01)
     second.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -287,10 +290,10 @@ async def test_a_copy_that_fails_raises_its_error_and_the_map_still_closes(execu
     def fail(done: int) -> None:
         raise HandoverError("stop here")
 
-    reader, before = ShmReader(executor), memfds_mapped()
+    reader, before = ShmReader(executor, CHANNEL), memfds_mapped()
     await reader.open(ShmHolder(source).offer())
     with pytest.raises(HandoverError, match="stop here") as caught:
-        await reader.pull([(0, 0)], target, fail)
+        await reader.pull(TICKET, [(0, 0)], target, fail)
     reader.close()
     assert memfds_mapped() == before
     assert caught.value.__traceback__ is not None

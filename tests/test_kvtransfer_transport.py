@@ -37,8 +37,8 @@ def test_an_unknown_name_is_a_config_error(setting):
 
 
 def test_a_transport_that_the_pool_does_not_allow_is_left_out():
-    gate = Transport("gate", lambda pool: GateHolder(), lambda executor: None)
-    usable = holders([Transport("rdma", refuse, lambda executor: None), TRANSPORT, gate], UnsharedPool())
+    gate = Transport("gate", lambda pool: GateHolder(), lambda executor, channel: None)
+    usable = holders([Transport("rdma", refuse, lambda executor, channel: None), TRANSPORT, gate], UnsharedPool())
     assert [transport.name for transport in usable] == ["gate"]
 
 

@@ -109,6 +109,11 @@ class Engine:
 
     def step(self, wait_s: float = 0.0) -> StepOutput | None:
         """One step, or None when nothing could be computed within wait_s."""
+        begun = self.begin(wait_s)
+        return None if begun is None else self.finish(*begun)
+
+    def begin(self, wait_s: float = 0.0) -> tuple[Batch, float] | None:
+        """What the next step computes and when it began, or None when there is nothing within wait_s."""
         with self._changed:
             batch = self._scheduler.schedule()
             if not batch.chunks:
@@ -116,10 +121,14 @@ class Engine:
                     self._changed.wait(wait_s)
                 self._woken = False
                 return None
-        begin = self._clock()
+        now = self._clock()
         for chunk in batch.chunks:
             if chunk.sequence.started_s is None:
-                chunk.sequence.started_s = begin
+                chunk.sequence.started_s = now
+        return batch, now
+
+    def finish(self, batch: Batch, begun_s: float) -> StepOutput:
+        """Computes what was begun, and takes it in; sequences may come and go meanwhile."""
         try:
             samples = self._sampler(self._runner.forward(batch), batch)
         except Exception as error:  # whatever a kernel raises concerns this batch only
@@ -128,4 +137,4 @@ class Engine:
         else:
             with self._changed:
                 output = self._scheduler.update(batch, samples)
-        return replace(output, step_s=self._clock() - begin)
+        return replace(output, step_s=self._clock() - begun_s)
