@@ -119,7 +119,7 @@ class Client:
 
 def read_events(outcome: Outcome, lines: Iterable[tuple[float, bytes]]) -> Outcome:
     """Fills the outcome from events and when they came; an answer that is not complete is an error."""
-    done = False
+    done, finished_s = False, None
     try:
         for at_s, data in lines:
             if data == b"[DONE]":
@@ -131,6 +131,8 @@ def read_events(outcome: Outcome, lines: Iterable[tuple[float, bytes]]) -> Outco
                 return outcome
             if any(choice.get("text") for choice in chunk["choices"]):
                 outcome.text_s.append(at_s)
+            if any(choice.get("finish_reason") for choice in chunk["choices"]):
+                finished_s = at_s
             if usage := chunk.get("usage"):
                 outcome.completion_tokens = usage["completion_tokens"]
                 outcome.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
@@ -141,5 +143,8 @@ def read_events(outcome: Outcome, lines: Iterable[tuple[float, bytes]]) -> Outco
     if not done:
         outcome.error = "the answer was broken off"
     elif not outcome.text_s:
-        outcome.error = "the answer has no text"
+        if finished_s is None or not outcome.completion_tokens:
+            outcome.error = "the answer has no tokens"
+        else:  # special tokens, or half a character: they were seen when the answer ended
+            outcome.text_s.append(finished_s)
     return outcome

@@ -16,7 +16,7 @@ from bench.stats import percentile, rounded, summary
 from bench.workload import Request, Workload, make, unique_prompts
 from cli.chat import ChatClient
 from cli.cluster import run_until_signal
-from common.errors import Unavailable
+from common.errors import ConfigError, Unavailable
 
 PERCENTILES = (50, 90, 99)
 COLUMNS = (
@@ -109,11 +109,26 @@ async def warm_up(client: Client, options: ServeOptions, seed: int, like: Reques
             raise Unavailable(f"{options.url}: a request to warm up failed: {outcome.error}")
 
 
+def check_context(workload: Workload, max_model_len: int | None) -> None:
+    """Raises ConfigError for a workload that the server would refuse in part: its figures would be of the rest."""
+    lengths = [len(request.prompt_ids) + request.output_tokens for request in workload.requests]
+    beyond = sum(length > max_model_len for length in lengths) if max_model_len else 0
+    if beyond:
+        raise ConfigError(
+            f"{beyond} of {len(lengths)} requests are longer than the server's context of {max_model_len} tokens; "
+            f"the longest has {max(lengths)}",
+            field="scale" if workload.length_scale != 1 else "prompt_tokens",
+        )
+
+
 async def measure(options: ServeOptions) -> int:
     seeds = counts(options.seeds, "seeds", least=0)
     workloads = {seed: make(options, seed) for seed in seeds}
     async with ChatClient(options.url) as chat:
-        model = options.served_model_name or await chat.model()
+        models = dict(await chat.models())
+    model = options.served_model_name or next(iter(models))
+    for workload in workloads.values():
+        check_context(workload, models.get(model))
     report = Report(COLUMNS, as_json=options.json)
     runs, failed = [], 0
     async with Client(options.url, model, options.request_timeout) as client:

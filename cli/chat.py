@@ -48,14 +48,21 @@ class ChatClient:
 
     async def model(self) -> str:
         """The first model of the server."""
+        return (await self.models())[0][0]
+
+    async def models(self) -> list[tuple[str, int | None]]:
+        """The server's models, each with its context length where the server tells it (vLLM's way); at least one."""
         with _one_line_errors(self.url):
             async with self._session.get(f"{self.url}/v1/models") as response:
                 await _check(response)
                 data = await response.read()
         try:
-            return str(json.loads(data)["data"][0]["id"])
-        except (ValueError, KeyError, IndexError, TypeError) as error:
+            models = [(str(model["id"]), model.get("max_model_len")) for model in json.loads(data)["data"]]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Unavailable(f"{self.url}/v1/models names no model") from error
+        if not models:
+            raise Unavailable(f"{self.url}/v1/models names no model")
+        return models
 
     async def ask(
         self,

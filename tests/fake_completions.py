@@ -38,6 +38,7 @@ class FakeCompletions:
         self.events = events
         self.status = 200
         self.pause_s = 0.0  # before each event
+        self.max_model_len: int | None = None  # not told
         self.url = ""
         self.bodies: list[dict] = []
         self.running = self.most_running = 0
@@ -57,7 +58,7 @@ class FakeCompletions:
         return response
 
     async def models(self, _: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "tiny"}]})
+        return web.json_response({"data": [{"id": "tiny", "max_model_len": self.max_model_len}]})
 
 
 @asynccontextmanager

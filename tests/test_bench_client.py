@@ -33,11 +33,18 @@ def test_an_answer_of_one_token_has_no_time_per_output_token():
     assert (outcome.tpot_s, outcome.gaps_s) == (None, [])
 
 
+def test_an_answer_of_special_tokens_alone_counts_from_its_end():
+    outcome = read(token(""), event(choices=[{"index": 0, "text": "", "finish_reason": "length"}]), usage(2), DONE)
+    assert outcome.ok
+    assert (outcome.text_s, outcome.ttft_s, outcome.completion_tokens) == ([2.0], 1.5, 2)
+
+
 @pytest.mark.parametrize(
     ("events", "error"),
     [
         ([token(), usage(1)], "broken off"),
-        ([usage(1), DONE], "no text"),
+        ([usage(1), DONE], "no tokens"),
+        ([event(choices=[{"index": 0, "text": "", "finish_reason": "stop"}]), usage(0), DONE], "no tokens"),
         ([token(), event(error={"message": "worker lost"})], "worker lost"),
         ([b"data: not JSON\n\n", DONE], "no event"),
         ([b"data: []\n\n", DONE], "no event"),

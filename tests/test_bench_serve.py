@@ -9,7 +9,7 @@ from bench.client import Outcome
 from bench.options import ServeOptions
 from bench.serve import figures, is_good, measure
 from bench.workload import Request
-from common.errors import Unavailable
+from common.errors import ConfigError, Unavailable
 
 REQUEST = Request(0.0, (300,) * 10, 3)
 
@@ -111,3 +111,15 @@ async def test_a_server_that_fails_everything_is_an_error():
             await measure(options(server.url))
         with pytest.raises(Unavailable, match="all requests failed"):
             await measure(options(server.url, warmup=0))
+
+
+@pytest.mark.parametrize(("context", "fits"), [(None, True), (6, True), (5, False)])
+async def test_requests_beyond_the_servers_context_are_an_error_before_any_is_sent(context, fits):
+    async with serving(lambda body: answer(body["max_tokens"])) as server:
+        server.max_model_len = context
+        if fits:
+            assert await measure(options(server.url)) == 0
+        else:
+            with pytest.raises(ConfigError, match="3 of 3 requests .* context of 5 tokens; the longest has 6"):
+                await measure(options(server.url))
+            assert server.bodies == []
