@@ -120,6 +120,6 @@ async def test_requests_beyond_the_servers_context_are_an_error_before_any_is_se
         if fits:
             assert await measure(options(server.url)) == 0
         else:
-            with pytest.raises(ConfigError, match="3 of 3 requests .* context of 5 tokens; the longest has 6"):
+            with pytest.raises(ConfigError, match=r"3 of 3 requests .* context of 5 tokens; the longest has 6"):
                 await measure(options(server.url))
             assert server.bodies == []
