@@ -6,10 +6,12 @@ from collections.abc import AsyncIterator
 from collections.abc import Sequence as Sequenced
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from common.engine.engine import Engine
 from common.engine.scheduler import Reservation
 from common.engine.sequence import Sequence
+from common.errors import KVExpired
 
 
 @dataclass(eq=False, slots=True)
@@ -30,12 +32,15 @@ class Admission:
         return len(self._waiters)
 
     @asynccontextmanager
-    async def reserved(self, forks: Sequenced[Sequence]) -> AsyncIterator[Reservation]:
+    async def reserved(
+        self, forks: Sequenced[Sequence], voided: asyncio.Future[None] | None = None
+    ) -> AsyncIterator[Reservation]:
         """Blocks for the forks' common tokens, to be filled in the body: afterwards the forks run.
 
-        If the body fails, or the wait is cancelled, the blocks are free again.
+        If the body fails, or the wait is cancelled, the blocks are free again. Raises KVExpired if the
+        claim on what would fill them is voided meanwhile.
         """
-        reservation = await self._reserve(forks)
+        reservation = await self._reserve(forks, voided)
         try:
             yield reservation
         except BaseException:
@@ -44,26 +49,31 @@ class Admission:
             raise
         self._engine.admit(reservation)
 
-    async def _reserve(self, forks: Sequenced[Sequence]) -> Reservation:
+    async def _reserve(self, forks: Sequenced[Sequence], voided: asyncio.Future[None] | None) -> Reservation:
         waiter = Waiter(forks, asyncio.get_running_loop().create_future())
         self._waiters.append(waiter)
         self.poll()
         try:
-            return await waiter.granted
-        except asyncio.CancelledError:
-            if waiter.granted.cancelled():
-                self._waiters.remove(waiter)
-            else:  # granted in the same turn of the loop
-                self._engine.cancel(waiter.granted.result())
-            self.poll()
+            ends: set[asyncio.Future[Any]] = {waiter.granted} if voided is None else {waiter.granted, voided}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not waiter.granted.done():
+                raise KVExpired("the holder was lost while the request waited for blocks")
+        except BaseException:
+            self._withdraw(waiter)
             raise
+        return waiter.granted.result()
+
+    def _withdraw(self, waiter: Waiter) -> None:
+        if waiter.granted.done():  # in the same turn of the loop
+            self._engine.cancel(waiter.granted.result())
+        else:
+            self._waiters.remove(waiter)
+        self.poll()
 
     def poll(self) -> None:
         """Grants what there is room for now; to be called whenever blocks or places may have become free."""
         while self._waiters:
             waiter = self._waiters[0]
-            if waiter.granted.cancelled():  # leaves the queue by itself
-                return
             reservation = self._engine.reserve(waiter.forks)
             if reservation is None:
                 return

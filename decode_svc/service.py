@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence as Sequenced
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.convert import load_to_proto, token_to_proto
 from common.engine.batch import StepOutput
@@ -103,7 +103,10 @@ class DecodeService:
         forks = [fork for sequence in sequences for fork in map(sequence.split, sequence.forks)]
         arrived = self._clock()
         try:
-            async with self._reader.claimed(handle) as claim, self.admission.reserved(forks) as reservation:
+            async with (
+                self._reader.claimed(handle) as claim,
+                self.admission.reserved(forks, claim.voided) as reservation,
+            ):
                 reserved = self._clock()
                 cached = reservation.num_cached_blocks
                 pairs = zip(handle.block_ids[cached:], reservation.block_ids[cached:], strict=True)
@@ -167,6 +170,13 @@ class DecodeService:
         message.cached_tokens = sequence.num_cached_tokens or 0
         message.queue_s = started - sequence.arrived_s
         message.prefill_s = self._clock() - started
+
+    def measure(self) -> None:
+        """Brings the gauges of its metrics up to date."""
+        load = self.engine.load()
+        load = replace(load, waiting=load.waiting + self.admission.num_waiting)
+        self._metrics.on_load(load, self.relay_server.num_attempts)
+        self._metrics.on_claims(self._reader.num_claims)
 
     def load(self) -> types_pb2.Load:
         message = load_to_proto(self.engine.load())

@@ -51,6 +51,7 @@ class Claim:
         self._renewer: asyncio.Task[None] | None = None
         self._lease_s = handle.lease_s
         self._renewed_at = clock()
+        self._broken_seen = False  # the connection's break has led to a renewal
         self._pulls = 0
         self._void: BaseException | None = None  # why what was copied can't be valid
         self._answered = False  # the holder has nothing to free any more
@@ -110,8 +111,14 @@ class Claim:
         self._renewed_at = asked_at
 
     def keep_renewing(self) -> None:
-        """Starts to renew every third of the lease."""
+        """Starts to renew every third of the lease, and at once when the connection breaks."""
         self._renewer = asyncio.create_task(self._renew_until_void())
+
+    @property
+    def voided(self) -> asyncio.Task[None]:
+        """Done when the claim has become void; of a claim that is kept renewed."""
+        assert self._renewer is not None
+        return self._renewer
 
     def stop(self) -> bool:
         """Ends the claim; False: the holder may still have the blocks, for this claim."""
@@ -128,14 +135,26 @@ class Claim:
 
     async def _renew_until_void(self) -> None:
         while self._void is None:
-            await self._sleep(self._lease_s / 3)
+            await self._pause(self._lease_s / 3)
             try:
                 await self.renew()
             except WorkerLost as error:  # once or twice does no harm: the holder has the last word
-                if self._clock() - self._renewed_at >= self._lease_s:
+                if self._connection.retired or self._clock() - self._renewed_at >= self._lease_s:
                     self._void = error
             except Exception as error:  # a refusal, or a defect: either way nothing renews from here on
                 self._void = error
+
+    async def _pause(self, seconds: float) -> None:
+        """Sleeps, but no longer than until the connection breaks."""
+        if self._broken_seen:
+            return await self._sleep(seconds)
+        pause, broken = asyncio.ensure_future(self._sleep(seconds)), asyncio.ensure_future(self._connection.gone.wait())
+        try:
+            await asyncio.wait({pause, broken}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._broken_seen = self._connection.retired
+            pause.cancel()
+            broken.cancel()
 
     def _stop_renewing(self) -> None:
         if self._renewer is not None:

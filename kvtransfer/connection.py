@@ -5,7 +5,7 @@ import logging
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -32,7 +32,11 @@ class Connection:
     transport: ReaderTransport
     watch: asyncio.Task[None] | None = None
     users: int = 0
-    retired: bool = False
+    gone: asyncio.Event = field(default_factory=asyncio.Event)  # set when it is retired
+
+    @property
+    def retired(self) -> bool:
+        return self.gone.is_set()
 
 
 class Connections:
@@ -165,7 +169,7 @@ class Connections:
 
     def _retire(self, connection: Connection) -> None:
         if not connection.retired:
-            connection.retired = True
+            connection.gone.set()
             log_event(log, logging.INFO, "holder dropped", holder=connection.address, epoch=connection.epoch)
             self._current.pop((connection.address, connection.epoch), None)
             self._close_unused(connection)

@@ -9,6 +9,7 @@ import pytest
 
 from common.engine.engine import Engine
 from common.engine.scheduler import Scheduler
+from common.errors import KVExpired
 from common.tasks import end
 from decode_svc.admission import Admission
 
@@ -27,7 +28,14 @@ class Room:
     admission: Admission
     log: list[str] = field(default_factory=list)
 
-    def ask(self, key: str, blocks: int = 2, forks: int = 1, fill: asyncio.Event | None = None) -> asyncio.Task[None]:
+    def ask(
+        self,
+        key: str,
+        blocks: int = 2,
+        forks: int = 1,
+        fill: asyncio.Event | None = None,
+        voided: asyncio.Future[None] | None = None,
+    ) -> asyncio.Task[None]:
         """Wants room for KV of that many blocks, and fills it until `fill` is set (None: at once)."""
         sequences = [
             builders.sequence(blocks * BLOCK + 1, key=key, forks=(fork,), root=key.encode(), max_tokens=2)
@@ -35,7 +43,7 @@ class Room:
         ]
 
         async def run() -> None:
-            async with self.admission.reserved(sequences) as reservation:
+            async with self.admission.reserved(sequences, voided) as reservation:
                 self.log.append(key)
                 assert len(reservation.block_ids) == blocks
                 if fill is not None:
@@ -59,6 +67,32 @@ def room() -> Iterator[Room]:
     room.finish()
     assert room.admission.num_waiting == 0
     builders.assert_all_free(scheduler)
+
+
+async def test_a_claim_that_is_voided_in_the_queue_leaves_it_at_once(room: Room) -> None:
+    """The holder is gone: nobody behind it has to wait for a turn that would be in vain."""
+    fill, voided = asyncio.Event(), asyncio.get_running_loop().create_future()
+    first = room.ask("a", blocks=ALL, fill=fill)
+    lost = room.ask("b", blocks=ALL, voided=voided)
+    await turns()
+    behind = room.ask("c", blocks=0)
+    await turns()
+    assert room.admission.num_waiting == 2
+    voided.set_result(None)
+    with pytest.raises(KVExpired, match="waited for blocks"):
+        await lost
+    fill.set()
+    await asyncio.gather(first, behind)
+    assert room.log == ["a", "c"]
+
+
+@pytest.mark.parametrize("order", ["granted, voided", "voided, granted"])
+async def test_a_claim_voided_in_the_turn_it_is_granted_keeps_nothing_or_all(room: Room, order: str) -> None:
+    voided = asyncio.get_running_loop().create_future()
+    if order == "voided, granted":
+        voided.set_result(None)
+    await room.ask("a", blocks=2, voided=voided)  # granted already when it looks: the claim itself says the rest
+    assert room.log == ["a"]
 
 
 async def turns(count: int = 5) -> None:

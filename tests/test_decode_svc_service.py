@@ -102,14 +102,16 @@ class PullGate:
         self.pairs: list[tuple[int, int]] = []
         real = ShmReader.pull
 
-        async def pull(reader: ShmReader, pairs: Sequence[tuple[int, int]], pool: Any, progress: Any) -> None:
+        async def pull(
+            reader: ShmReader, ticket: Any, pairs: Sequence[tuple[int, int]], pool: Any, progress: Any
+        ) -> None:
             self.pairs += pairs
             if not before:
-                await real(reader, pairs, pool, progress)
+                await real(reader, ticket, pairs, pool, progress)
             self.entered.set()
             await self.go.wait()
             if before:
-                await real(reader, pairs, pool, progress)
+                await real(reader, ticket, pairs, pool, progress)
 
         monkeypatch.setattr(ShmReader, "pull", pull)
 

@@ -227,6 +227,29 @@ async def test_a_refused_renewal_ends_a_running_pull_and_the_claim(gated):
     assert gated.holder.service.calls.get("Release", 0) == 0
 
 
+async def test_a_holder_that_dies_voids_the_claim_at_once_and_not_a_lease_later(gated):
+    """The renewer sleeps for ever here: it is the broken connection that wakes it."""
+    async with gated.reader.claimed(gated.holder.hold()) as claim:
+        await gated.holder.server.stop()
+        await asyncio.wait_for(asyncio.shield(claim.voided), 5.0)
+        with pytest.raises(KVExpired):
+            await claim.pull(PAIRS)
+
+
+async def test_a_cut_connection_to_a_living_holder_leaves_the_claim_as_it_is(gated):
+    async with gated.reader.claimed(gated.holder.hold()) as claim:
+        renewals = gated.holder.service.calls["Renew"]
+        gated.reader._connections._retire(claim._connection)  # as its watch does when the channel breaks
+        await until(lambda: gated.holder.service.calls["Renew"] == renewals + 1)
+        gated.turn.release()  # from then on in its usual time
+        await until(lambda: gated.holder.service.calls["Renew"] == renewals + 2)
+        await asyncio.sleep(0.05)
+        assert gated.holder.service.calls["Renew"] == renewals + 2
+        gated.gate.set()
+        await claim.pull(PAIRS)
+        await claim.release()
+
+
 async def test_renewals_that_fail_for_a_lease_make_the_claim_void_even_if_the_holder_comes_back(holder):
     clock, turn = ManualClock(running=False), asyncio.Semaphore(0)
 
