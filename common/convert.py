@@ -88,8 +88,8 @@ def error_from_proto(message: types_pb2.Error) -> KVRelayError:
     return from_wire(message.code, message.message, message.field)
 
 
-def load_to_proto(load: EngineLoad, *, held_blocks: int = 0) -> types_pb2.Load:
-    """The engine's counts, and the blocks that its service holds under leases."""
+def load_to_proto(load: EngineLoad, *, held_blocks: int = 0, moved_bytes: int = 0) -> types_pb2.Load:
+    """The engine's counts, the blocks that its service holds under leases, and what it has copied from others."""
     return types_pb2.Load(
         running=load.running,
         waiting=load.waiting,
@@ -98,4 +98,5 @@ def load_to_proto(load: EngineLoad, *, held_blocks: int = 0) -> types_pb2.Load:
         free_blocks=load.free_blocks,
         held_blocks=held_blocks,
         reserved_blocks=load.reserved_blocks,
+        progress=load.steps + moved_bytes,
     )

@@ -179,7 +179,7 @@ class DecodeService:
         self._metrics.on_claims(self._reader.num_claims)
 
     def load(self) -> types_pb2.Load:
-        message = load_to_proto(self.engine.load())
+        message = load_to_proto(self.engine.load(), moved_bytes=self._reader.moved_bytes)
         message.waiting += self.admission.num_waiting
         return message
 

@@ -40,6 +40,7 @@ class Claim:
         deadlines: Deadlines,
         clock: Clock,
         sleep: Sleep,
+        count: Callable[[int], None],
     ) -> None:
         self.handle = handle
         self._connection = connection
@@ -47,6 +48,7 @@ class Claim:
         self._deadlines = deadlines
         self._clock = clock
         self._sleep = sleep
+        self._count = count  # bytes as they come, for whoever asks whether anything does
         self._ticket = Ticket(handle.id, handle.epoch, secrets.randbits(64) | 1)
         self._renewer: asyncio.Task[None] | None = None
         self._lease_s = handle.lease_s
@@ -67,7 +69,7 @@ class Claim:
             raise HandoverError("a source block is not the handle's", field="block_ids")
         if len({target for _, target in pairs}) != len(pairs):
             raise HandoverError("a destination block comes twice", field="block_ids")
-        track = _Track(self._clock)
+        track = _Track(self._clock, self._count)
         copying = asyncio.create_task(self._connection.transport.pull(self._ticket, pairs, self._pool, track.moved))
         self._pulls += 1
         try:
@@ -181,8 +183,9 @@ class Claim:
 class _Track:
     """How far a copy is; written by the copy's thread, read by the loop."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, count: Callable[[int], None]) -> None:
         self._clock = clock
+        self._count = count
         self.bytes = 0
         self.first_at = self.last_at = clock()
 
@@ -190,6 +193,7 @@ class _Track:
         self.last_at = self._clock()
         if total == 0:
             self.first_at = self.last_at
+        self._count(total - self.bytes)
         self.bytes = total
 
 

@@ -38,6 +38,7 @@ class KVReader:
         sleep: Sleep = asyncio.sleep,
     ) -> None:
         self.num_claims = 0
+        self.moved_bytes = 0  # since the start, by all pulls
         self._pool = pool
         self._layout_id = layout.layout_id
         self._fingerprint = fingerprint
@@ -71,7 +72,7 @@ class KVReader:
             if theirs != ours:
                 raise FingerprintMismatch(f"the handle's {name} is {theirs!r}, here it is {ours!r}", field=name)
         async with self._connections.use(handle.address, handle.epoch) as connection:
-            claim = Claim(handle, connection, self._pool, self._deadlines, self._clock, self._sleep)
+            claim = Claim(handle, connection, self._pool, self._deadlines, self._clock, self._sleep, self._count)
             self.num_claims += 1
             try:
                 try:
@@ -84,6 +85,9 @@ class KVReader:
                 self.num_claims -= 1
                 if not claim.stop():
                     self._connections.finish(connection, claim.give_up())
+
+    def _count(self, moved: int) -> None:
+        self.moved_bytes += moved
 
     async def close(self) -> None:
         """Drops all connections. Claims should have ended."""

@@ -102,7 +102,7 @@ class WorkerClient:
         return self.connected and self._clock() - self._heard_s < self._deadlines.suspect_s
 
     def idle_s(self) -> float:
-        """Seconds since it got anything done, for whichever attempt."""
+        """Seconds since it got anything done, for whichever attempt: an event, a step, a byte copied."""
         return self._clock() - self._progress_s
 
     @contextmanager
@@ -192,6 +192,8 @@ class WorkerClient:
                 if event is None:  # grpc's word for it
                     return "it sent what can't be read"
                 self._heard_s = self._clock()
+                if event.load.progress != self.load.progress:
+                    self._progress_s = self._heard_s
                 self.load.CopyFrom(event.load)
                 self._take(event)
                 if self.obsolete:

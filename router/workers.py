@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Collection
 
 from common.deadlines import Deadlines
-from common.errors import NoWorker
+from common.errors import HandoverError, NoWorker
 from common.grpc_server import OpenChannel, open_channel
 from common.metrics import RouterMetrics
 from common.registry import Registry, WorkerRecord
@@ -116,13 +116,20 @@ class Workers:
     async def decode_worker(
         self, context: Context, fingerprint: str | None, failed: Collection[str] = ()
     ) -> WorkerClient:
-        """pick_decode, waiting for a worker to come back if need be. Raises NoWorker after the queue deadline."""
-        deadline = self._clock() + self._deadlines.router_queue_s
+        """pick_decode, waiting for a worker to come back if need be. Raises NoWorker after the queue deadline.
+
+        KV that only workers of one fingerprint could take is given up, by HandoverError, when the last of them has
+        been away for dead_s while others could compute the prompt anew: a rolling update has gone by.
+        """
+        began = self._clock()
         while (client := self.pick_decode(context, fingerprint, failed)) is None:
-            left = deadline - self._clock()
-            if left <= 0:
+            waited = self._clock() - began
+            if waited >= self._deadlines.router_queue_s:
                 raise NoWorker("no decode worker can take the request")
-            await self.change(min(left, self._deadlines.heartbeat_s))
+            alone = fingerprint is not None and all(c.record.fingerprint != fingerprint for c in self.usable("decode"))
+            if alone and waited >= self._deadlines.dead_s and self.usable("decode"):
+                raise HandoverError("no decode worker of the KV's fingerprint is left")
+            await self.change(min(self._deadlines.router_queue_s - waited, self._deadlines.heartbeat_s))
         return client
 
     def _candidate(self, client: WorkerClient, context: Context, failed: Collection[str]) -> Candidate:

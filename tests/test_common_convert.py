@@ -64,6 +64,7 @@ def load_from_proto(message):
         total_blocks=message.total_blocks,
         free_blocks=message.free_blocks,
         reserved_blocks=message.reserved_blocks,
+        steps=message.progress,
     )
 
 

@@ -305,8 +305,11 @@ async def test_the_load_counts_who_waits_and_what_is_reserved(
     await asyncio.wait_for(gate.entered.wait(), 10)
     await stream.until(lambda: stream.loads[-1].reserved_blocks == 3)
     assert (stream.loads[-1].waiting, stream.loads[-1].running) == (0, 0)
+    steps = stream.loads[-1].progress
     gate.go.set()
     await stream.answer()
+    moved_bytes = 3 * service._reader._pool.block_bytes
+    assert moved_bytes < stream.loads[-1].progress - steps < moved_bytes + 100  # bytes, and steps
 
 
 # Whatever ends an attempt, wherever it is.

@@ -256,6 +256,9 @@ async def test_progress_is_whatever_it_does_for_anyone_and_no_heartbeat() -> Non
         await eventually(lambda: pair.client.load.running == 5)  # a heartbeat
         assert pair.client.healthy
         assert pair.client.idle_s() >= 1000.0
+        pair.fake.load = types_pb2.Load(running=5, progress=1)  # a heartbeat that tells of a step
+        await eventually(lambda: pair.client.idle_s() < 1000.0)
+        pair.clock.skipped_s += 1000.0
         with pair.attempt() as stream:
             await kinds(stream, 1)
             assert pair.client.idle_s() < 1000.0

@@ -19,7 +19,7 @@ from redis_tools import eventually
 
 from common.block_hash import BLOCK_SIZE
 from common.deadlines import Deadlines
-from common.errors import NoWorker
+from common.errors import HandoverError, NoWorker
 from common.metrics import RouterMetrics
 from common.redis_client import connect
 from common.registry import Registry
@@ -238,6 +238,30 @@ async def test_waiting_for_a_decode_worker_ends_with_one_or_with_the_deadline(te
     async with fake_cluster(text, router_queue_s=0.1) as cluster:
         with pytest.raises(NoWorker):
             await cluster.workers.decode_worker(Context(PROMPT), "another fingerprint")
+    async with fake_cluster(text, dead_s=0.3, heartbeat_s=0.1) as cluster:
+        with pytest.raises(HandoverError, match="fingerprint is left"):
+            await cluster.workers.decode_worker(Context(PROMPT), "another fingerprint")
+
+
+async def test_kv_that_nobody_can_take_any_more_is_made_again_for_those_who_are_there(text: TextModel) -> None:
+    """The last decode worker of an older kind leaves between prefill and hand-over."""
+    async with fake_cluster(text, prefill=0, decode=0, dead_s=0.3, heartbeat_s=0.1) as cluster:
+        for role, kind in (("prefill", "old"), ("decode", "old"), ("prefill", "new"), ("decode", "new")):
+            fake = await cluster.add(role)
+            fake.record = replace(fake.record, fingerprint=kind)
+        old_prefill, old_decode, new_prefill, new_decode = cluster.fakes
+
+        async def goes_with_its_pool(turn: Turn) -> None:
+            await old_decode.stop()
+            await honest(turn)
+
+        await cluster.show(old_prefill, old_decode)
+        old_prefill.always = goes_with_its_pool
+        answering = asyncio.create_task(cluster.answer([ANSWER]))
+        await eventually(lambda: bool(old_prefill.turns))
+        await cluster.show(old_prefill, new_prefill, new_decode)
+        assert (await answering).tokens == [ANSWER]
+        assert {turn.handle.fingerprint for turn in new_decode.turns} == {"new"}
 
 
 async def test_only_equal_fingerprints_are_paired(text: TextModel) -> None:

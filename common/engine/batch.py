@@ -66,6 +66,7 @@ class EngineLoad:
     total_blocks: int = 0
     free_blocks: int = 0  # allocatable: unused or only cached
     reserved_blocks: int = 0  # waiting for their KV
+    steps: int = 0  # done since the start
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ class Scheduler:
         self.tables = BlockTables(pool, config.block_size)
         self.running: list[Sequence] = []  # in order of arrival
         self.waiting: deque[Sequence] = deque()  # preempted ones first, each in order of arrival
+        self.num_steps = 0
         self.num_preemptions = 0
         self._told_preemptions = 0  # in outputs
         self.num_reserved_blocks = 0
@@ -167,6 +168,7 @@ class Scheduler:
         parked: list[tuple[Sequence, tuple[int, ...]]] = []
         progress: list[tuple[Sequence, int]] = []
         remaining = iter(samples)
+        self.num_steps += 1
         self._end_copies(batch.copies)
         for chunk in batch.chunks:
             sequence = chunk.sequence
@@ -192,6 +194,7 @@ class Scheduler:
     def fail(self, batch: Batch, error: KVRelayError) -> StepOutput:
         """The step could not be computed: its sequences are gone."""
         failed = []
+        self.num_steps += 1
         self._end_copies(batch.copies)
         for chunk in batch.chunks:
             self._land(chunk.sequence)
@@ -209,6 +212,7 @@ class Scheduler:
             total_blocks=self.pool.num_blocks,
             free_blocks=self.pool.num_free,
             reserved_blocks=self.num_reserved_blocks,
+            steps=self.num_steps,
         )
 
     def _output(

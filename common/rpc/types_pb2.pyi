@@ -117,7 +117,7 @@ class Error(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "waiting_tokens", "total_blocks", "free_blocks", "held_blocks", "reserved_blocks")
+    __slots__ = ("running", "waiting", "waiting_tokens", "total_blocks", "free_blocks", "held_blocks", "reserved_blocks", "progress")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +125,7 @@ class Load(_message.Message):
     FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     RESERVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     waiting_tokens: int
@@ -132,7 +133,8 @@ class Load(_message.Message):
     free_blocks: int
     held_blocks: int
     reserved_blocks: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., reserved_blocks: _Optional[int] = ...) -> None: ...
+    progress: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., progress: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("router_id",)
