@@ -1,8 +1,9 @@
 """kvrelay bench handover: KV from a holder's process into this one's pool, while an engine decodes here.
 
 Apart: the copy (first byte to last), the whole hand-over (claim, blocks, copy, the holder's word), and the wait for
-the next step, which a running batch makes any newcomer have. Copies alternate with plain ones of the same blocks out
-of the same memory. Each set of blocks is moved once before it counts, so that all pages are mapped.
+the next step, which a running batch makes any newcomer have. Copies alternate with plain ones of as many blocks out of
+the same memory: by memcpy, and through a bare TCP connection. Each set of blocks is moved once before it counts, so
+that all pages are mapped.
 """
 
 import asyncio
@@ -31,6 +32,7 @@ from kvtransfer.transport import choose
 SETS = 8  # of blocks, taken in turn: together far more than a cache holds
 COLUMNS = (
     *("blocks_are", "tokens", "bytes", "transport", "copy_ms", "gb_s", "memcpy_gb_s", "of_memcpy"),
+    *("socket_gb_s", "of_socket"),
     *("handover_ms", "step_wait_ms", "step_ms", "batch", "runs"),
 )
 
@@ -41,6 +43,7 @@ class Times:
 
     copy: list[float] = field(default_factory=list)
     memcpy: list[float] = field(default_factory=list)
+    socket: list[float] = field(default_factory=list)
     handover: list[float] = field(default_factory=list)
     step_wait: list[float] = field(default_factory=list)
 
@@ -88,7 +91,7 @@ class Bench:
         times.step_wait.append(max(0.0, stepped - admitted) * 1e3)
 
     async def copy_plainly(self, block_ids: Sequence[int], times: Times) -> None:
-        """The same blocks by memcpy, in a thread as well, and nothing else."""
+        """As many blocks by memcpy and through a socket, in a thread as well, and nothing else."""
         engine = self._decoding.engine
         reservation = engine.reserve([self._newcomer()])
         if reservation is None:
@@ -96,6 +99,7 @@ class Bench:
         try:
             pairs = list(zip(block_ids, reservation.block_ids, strict=True))
             times.memcpy.append(await asyncio.to_thread(self._memcpy_ms, pairs))
+            times.socket.append(await asyncio.to_thread(self._socket_ms, pairs))
         finally:
             engine.cancel(reservation)
 
@@ -106,6 +110,12 @@ class Bench:
             source_at, target_at, length = first_source * size, first_target * size, count * size
             np.copyto(target[target_at : target_at + length], self._holder.memory[source_at : source_at + length])
         return (time.perf_counter() - began) * 1e3
+
+    def _socket_ms(self, pairs: Sequence[tuple[int, int]]) -> float:
+        size, runs = self._pool.block_bytes, list(runs_of(pairs))
+        sources = [(source * size, count * size) for source, _, count in runs]
+        targets = [(target * size, count * size) for _, target, count in runs]
+        return self._holder.loopback.fetch_ms(sources, self._pool.memory, targets)
 
 
 def runs_of(pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
@@ -154,15 +164,19 @@ def figures(times: Times, step_ms: Sequence[float], size: int) -> Row:
     """Medians over the runs; rates in 10^9 bytes a second."""
     rates = [size / ms / 1e6 for ms in times.copy]
     plain = [size / ms / 1e6 for ms in times.memcpy]
+    bare = [size / ms / 1e6 for ms in times.socket]
     return {
         "runs": len(times.copy),
         "of_memcpy": rounded(median(rates) / median(plain)),
+        "of_socket": rounded(median(rates) / median(bare)),
         **summary(
             {
                 "copy_ms": times.copy,
                 "gb_s": rates,
                 "memcpy_ms": times.memcpy,
                 "memcpy_gb_s": plain,
+                "socket_ms": times.socket,
+                "socket_gb_s": bare,
                 "handover_ms": times.handover,
                 "step_wait_ms": times.step_wait,
                 "step_ms": step_ms,

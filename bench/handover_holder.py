@@ -9,15 +9,19 @@ import functools
 import json
 import mmap
 import os
+import socket
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
+import uvloop
 
+from bench.loopback import Loopback, serve
 from bench.pinned import ERROR, module_command, run_child
 from common.deadlines import Deadlines
 from common.engine.kv_cache import KVPool
@@ -52,6 +56,7 @@ async def hold(layout: KVLayout, num_blocks: int, transport: str) -> None:
         fingerprint=FINGERPRINT,
         layout_id=layout.layout_id,
         transports=holders(choose(transport), pool),
+        deadlines=deadlines,
         clock=time.monotonic,
     )
     server = GrpcServer("127.0.0.1", 0, deadlines)
@@ -59,7 +64,9 @@ async def hold(layout: KVLayout, num_blocks: int, transport: str) -> None:
     kv_pb2_grpc.add_KVServicer_to_server(service, server.server)  # type: ignore[no-untyped-call]
     await server.start()
     expiry = asyncio.create_task(service.run())
-    say({"fd": pool.fd, "blocks_offset": pool.blocks_offset})
+    listener = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=serve, args=(listener, pool.memory), daemon=True).start()
+    say({"fd": pool.fd, "blocks_offset": pool.blocks_offset, "socket_port": listener.getsockname()[1]})
     while words := (await asyncio.to_thread(sys.stdin.readline)).split():
         block_ids = [int(word) for word in words[1:]]
         lease = table.hold("bench", block_ids, int(words[0]))
@@ -72,7 +79,7 @@ async def hold(layout: KVLayout, num_blocks: int, transport: str) -> None:
 
 def main() -> None:
     options = json.loads(sys.argv[1])
-    asyncio.run(hold(KVLayout(**options["layout"]), options["num_blocks"], options["transport"]))
+    uvloop.run(hold(KVLayout(**options["layout"]), options["num_blocks"], options["transport"]))
 
 
 class Holder:
@@ -81,6 +88,7 @@ class Holder:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self.memory: np.ndarray[Any, np.dtype[np.uint8]]
+        self.loopback: Loopback
 
     async def open(self) -> None:
         where = await self._answer()
@@ -90,6 +98,10 @@ class Holder:
         finally:
             os.close(fd)
         self.memory = np.frombuffer(mapped, np.uint8)[where["blocks_offset"] :]
+        self.loopback = Loopback(where["socket_port"], ANSWER_S)
+
+    def close(self) -> None:
+        self.loopback.close()
 
     async def hold(self, num_tokens: int, block_ids: Sequence[int]) -> KVHandle:
         assert self._process.stdin is not None
@@ -123,7 +135,8 @@ async def running_holder(layout: KVLayout, num_blocks: int, transport: str) -> A
     try:
         holder = Holder(process)
         await holder.open()
-        yield holder
+        with closing(holder):
+            yield holder
     finally:
         if process.returncode is None:
             process.kill()

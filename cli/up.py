@@ -30,6 +30,7 @@ from common.redis_server import find_redis_server, free_port, server_command
 
 PER_WORKER = ("host", "port", "advertise", "metrics_port", "worker_id")  # not one value for all workers
 BACKOFF_S = (1.0, 30.0)
+CLOSING_S = 2.0  # of the time to stop, after requests had theirs
 Stages = tuple[tuple[ChildSpec, ...], ...]
 
 
@@ -99,13 +100,19 @@ def plan(config: ClusterConfig) -> Stages:
         # -P: a folder of the same name where the command was given must not be taken for the package
         return ChildSpec(name, (sys.executable, "-P", "-m", module, *flags), env, essential=module == "router")
 
+    drain_s = max(0.0, up.shutdown_timeout - CLOSING_S)
+    router = replace(config.router, drain_timeout=min(config.router.drain_timeout, drain_s))
     names = [f"prefill-{index}" for index in range(up.prefill)] + [f"decode-{index}" for index in range(up.decode)]
     workers = []
     for name, threads in zip(names, divided_threads(len(names)), strict=True):
         engine = replace(config.engine, threads=config.engine.threads or threads, workers_per_host=len(names))
-        worker = replace(config.worker, worker_id="" if up.redis_namespace else name)  # two clusters may share one
+        worker = replace(
+            config.worker,
+            worker_id="" if up.redis_namespace else name,  # two clusters may share one
+            drain_timeout=min(config.worker.drain_timeout, drain_s),
+        )
         workers.append(role(name, f"{name.split('-')[0]}_svc", engine, worker, redis))
-    return (*stages, tuple(workers), (role("router", "router", config.router, redis),))
+    return (*stages, tuple(workers), (role("router", "router", router, redis),))
 
 
 def check(config: ClusterConfig) -> None:

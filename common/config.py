@@ -103,6 +103,9 @@ class WorkerConfig:
     worker_id: str = setting("", "name in logs, metrics and Redis, unique there (default: role and address)")
     transport: str = setting("auto", "ways to move KV, best first, comma-separated (auto: all that can be proven)")
     log_level: str = setting("info", "least level logged", choices=("debug", "info", "warning", "error"))
+    drain_timeout: float = setting(
+        30.0, "seconds that running requests get to end after SIGTERM", within=(0.0, 86400.0)
+    )
     deadline_scale: float = setting(1.0, "factor on all time-outs; for tests", within=(1e-3, 1e3))
 
 
@@ -116,6 +119,9 @@ class RouterConfig(ModelSettings):
         None, "longest prompt plus output, tokens (default: the model's own)", within=POSITIVE
     )
     log_level: str = setting("info", "least level logged", choices=("debug", "info", "warning", "error"))
+    drain_timeout: float = setting(
+        30.0, "seconds that running requests get to end after SIGTERM", within=(0.0, 86400.0)
+    )
     deadline_scale: float = setting(1.0, "factor on all time-outs; for tests", within=(1e-3, 1e3))
 
 

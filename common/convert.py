@@ -1,6 +1,6 @@
 """Between wire messages and the engine's dataclasses, one pair of functions a noun."""
 
-from common.engine.batch import EngineLoad, Logprob, TokenOutput
+from common.engine.batch import EngineLoad, Logprob, PromptScores, TokenOutput
 from common.engine.sequence import FinishReason, SamplingParams
 from common.errors import InvalidRequest, KVRelayError, from_wire
 from common.rpc import types_pb2
@@ -26,6 +26,8 @@ def params_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
         logprobs=params.logprobs,
         stop_token_ids=params.stop_token_ids,
         ignore_eos=params.ignore_eos,
+        bad_words=[types_pb2.TokenIds(ids=word) for word in params.bad_words],
+        prompt_logprobs=params.prompt_logprobs,
     )
 
 
@@ -46,6 +48,8 @@ def params_from_proto(message: types_pb2.SamplingParams) -> SamplingParams:
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
+        bad_words=tuple(tuple(word.ids) for word in message.bad_words),
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
     )
 
 
@@ -55,6 +59,16 @@ def logprob_to_proto(logprob: Logprob) -> types_pb2.Logprob:
 
 def logprob_from_proto(message: types_pb2.Logprob) -> Logprob:
     return Logprob(message.token_id, message.logprob, message.rank)
+
+
+def scores_to_proto(scores: PromptScores, key: types_pb2.AttemptKey) -> types_pb2.PromptLogprobs:
+    tokens = [types_pb2.TokenLogprobs(logprobs=map(logprob_to_proto, token)) for token in scores.logprobs]
+    return types_pb2.PromptLogprobs(key=key, first=scores.first, tokens=tokens)
+
+
+def scores_from_proto(message: types_pb2.PromptLogprobs) -> list[tuple[Logprob, ...]]:
+    """Of the tokens from message.first on."""
+    return [tuple(map(logprob_from_proto, token.logprobs)) for token in message.tokens]
 
 
 def token_to_proto(token: TokenOutput) -> types_pb2.Token:

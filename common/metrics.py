@@ -1,13 +1,13 @@
 """Prometheus metrics of every role. Names, units and buckets are vLLM's where the thing is the same."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import prometheus_client
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import choose_encoder
 
-from common.engine.batch import StepOutput
+from common.engine.batch import EngineLoad, StepOutput
 from common.errors import AddressInUse
 
 PREFIX = "kvrelay:"
@@ -86,14 +86,11 @@ class WorkerMetrics:
         self._leases = make.gauge("kv_leases", "Leases that hold KV for readers.")
         self._held_blocks = make.gauge("kv_held_blocks", "Blocks under these leases.")
         self._expirations = make.counter("kv_lease_expirations", "Leases that ran out before they were released.")
+        self._claims = make.gauge("kv_claims", "Claims on other workers' KV.")
+        self._attempts = make.gauge("num_attempts", "Attempts of routers that have not ended.")
 
     def on_step(self, output: StepOutput) -> None:
         """Counts what one engine step did. A sequence without a cache lookup of its own counts no prompt."""
-        load = output.load
-        self._running.set(load.running)
-        self._waiting.set(load.waiting)
-        self._waiting_tokens.set(load.waiting_tokens)
-        self._usage.set(1 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0)
         self._generation.inc(len(output.tokens))
         self._preemptions.inc(output.num_preemptions)
         prompts = {token.sequence.key: token.sequence for token in output.tokens if token.index == 0}
@@ -110,6 +107,14 @@ class WorkerMetrics:
         if output.num_batched_tokens:
             self._step_tokens.observe(output.num_batched_tokens)
             self._step_s.observe(output.step_s)
+
+    def on_load(self, load: EngineLoad, attempts: int) -> None:
+        """What the engine has to do now, and for how many attempts."""
+        self._running.set(load.running)
+        self._waiting.set(load.waiting)
+        self._waiting_tokens.set(load.waiting_tokens)
+        self._usage.set(1 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0)
+        self._attempts.set(attempts)
 
     def on_abort(self, answers: int = 1) -> None:
         self._success(finished_reason="abort").inc(answers)
@@ -130,6 +135,10 @@ class WorkerMetrics:
     def on_lease_expirations(self, leases: int) -> None:
         """Leases that ran out since the last call."""
         self._expirations.inc(leases)
+
+    def on_claims(self, claims: int) -> None:
+        """Claims on holders' blocks now."""
+        self._claims.set(claims)
 
 
 class RouterMetrics:
@@ -202,22 +211,37 @@ def metrics_response(registry: CollectorRegistry, accept: str = "") -> web.Respo
 
 
 async def serve_worker_http(
-    host: str, port: int, registry: CollectorRegistry, health: Callable[[], tuple[bool, str]]
+    host: str,
+    port: int,
+    registry: CollectorRegistry,
+    live: Callable[[], tuple[bool, str]],
+    ready: Callable[[], tuple[bool, str]],
+    measure: Callable[[], None] = lambda: None,
 ) -> web.AppRunner:
-    """Serves /metrics, /health and /ready (of a worker the same) until `runner.cleanup()`. Raises AddressInUse.
+    """Serves /metrics, /health (`live`) and /ready until `runner.cleanup()`. Raises AddressInUse.
 
-    `runner.addresses[0]` is where.
+    `runner.addresses[0]` is where. `measure` brings the gauges up to date before they are read.
     """
 
     async def get_metrics(request: web.Request) -> web.Response:
+        measure()
         return metrics_response(registry, request.headers.get("Accept", ""))
 
-    async def get_health(_: web.Request) -> web.Response:
-        healthy, reason = health()
-        return web.json_response({"healthy": healthy, "reason": reason}, status=200 if healthy else 503)
+    def probe(name: str, ask: Callable[[], tuple[bool, str]]) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def answer(_: web.Request) -> web.Response:
+            good, reason = ask()
+            return web.json_response({name: good, "reason": reason}, status=200 if good else 503)
+
+        return answer
 
     app = web.Application()
-    app.add_routes([web.get("/metrics", get_metrics), web.get("/health", get_health), web.get("/ready", get_health)])
+    app.add_routes(
+        [
+            web.get("/metrics", get_metrics),
+            web.get("/health", probe("healthy", live)),
+            web.get("/ready", probe("ready", ready)),
+        ]
+    )
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:

@@ -17,6 +17,7 @@ from common.errors import ConfigError, RedisUnreachable
 from common.log import get_logger, log_event
 
 LOGGER = get_logger("redis")
+CLOSED_HANDLE = "the handler is closed"  # uvloop's RuntimeError where the peer has reset the connection
 OLDEST_REDIS = (6, 2)  # XTRIM MINID
 
 
@@ -35,7 +36,9 @@ class Outage:
         """Around commands: whatever goes wrong with Redis in it leaves as RedisUnreachable."""
         try:
             yield
-        except (RedisError, OSError) as error:
+        except (RedisError, OSError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and CLOSED_HANDLE not in str(error):
+                raise
             reason = str(error) or type(error).__name__
             if not self._failing:
                 log_event(LOGGER, logging.WARNING, "redis is gone, going on without", part=part, reason=reason)

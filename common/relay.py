@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from common.convert import error_to_proto
-from common.errors import EpochMismatch, FingerprintMismatch, InvalidRequest, KVRelayError, StaleAttempt
+from common.errors import Draining, EpochMismatch, FingerprintMismatch, InvalidRequest, KVRelayError, StaleAttempt
+from common.health import Health
 from common.log import get_logger, log_event
 from common.rpc import types_pb2
 from common.tasks import end
@@ -63,6 +64,7 @@ class RelayServer:
         serve: Callable[[Any, Session, str], Awaitable[None]],
         abort_forks: Callable[[str, list[int]], bool],
         load: Callable[[], types_pb2.Load],
+        health: Health,
         heartbeat_s: float,
     ) -> None:
         self.epoch = epoch
@@ -71,6 +73,7 @@ class RelayServer:
         self._serve = serve
         self._abort_forks = abort_forks
         self._load = load
+        self._health = health
         self._heartbeat_s = heartbeat_s
         # Attempts of a router's request, the newest last; all before it are on their way out.
         self._attempts: dict[tuple[str, str], list[Attempt]] = {}
@@ -88,6 +91,7 @@ class RelayServer:
         try:
             while (event := await self._next(session)) is not None:
                 event.load.CopyFrom(self._load())
+                event.load.draining, event.load.stuck = self._health.draining, self._health.stuck
                 await context.write(event)
         finally:
             await end(reader, *session.tasks)
@@ -162,6 +166,8 @@ class RelayServer:
         session.send(failed=types_pb2.Failed(key=key, error=error_to_proto(error)))
 
     def _check(self, submission: types_pb2.Submission, session: Session) -> None:
+        if self._health.draining:
+            raise Draining("this worker is stopping and takes no new work")
         if not session.router_id:
             raise InvalidRequest("a stream begins with hello and the router's id", field="hello")
         if submission.epoch != self.epoch:

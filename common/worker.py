@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from redis.asyncio import Redis
@@ -23,6 +23,7 @@ from common.engine.engine import Engine
 from common.engine.loop import EngineLoop
 from common.errors import ConfigError, EngineFailure, RedisUnreachable
 from common.grpc_server import GrpcServer, is_address, join_address
+from common.health import Health
 from common.log import get_logger, log_event
 from common.memory import proportional_bytes
 from common.metrics import WorkerMetrics, serve_worker_http
@@ -35,6 +36,7 @@ from common.version import VERSION
 
 log = get_logger("worker")
 ANY_ADDRESS = ("0.0.0.0", "::", "[::]", "")
+DRAIN_LOOK_S = 0.05  # between two looks whether all is done
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class Worker:
     server: GrpcServer
     metrics: WorkerMetrics
     deadlines: Deadlines
+    health: Health
     clock: Callable[[], float]
 
     @property
@@ -77,6 +80,15 @@ class Service(Protocol):
 
     def on_output(self, output: StepOutput) -> None:
         """One step's results, on the event loop."""
+        ...
+
+    def measure(self) -> None:
+        """Brings the gauges of its metrics up to date."""
+        ...
+
+    @property
+    def idle(self) -> bool:
+        """Whether it could stop now and nobody would miss anything."""
         ...
 
     async def close(self) -> None:
@@ -100,7 +112,7 @@ def run_worker(
     async def main(arguments: argparse.Namespace) -> int:
         settings = from_arguments(WorkerConfig, arguments)
         redis_settings = from_arguments(RedisConfig, arguments)
-        deadlines = Deadlines().scaled(settings.deadline_scale)
+        deadlines = replace(Deadlines().scaled(settings.deadline_scale), drain_s=settings.drain_timeout)
         if settings.advertise and not is_address(settings.advertise):
             raise ConfigError(f"--advertise must be host:port, got {settings.advertise!r}", field="advertise")
         if settings.host in ANY_ADDRESS and not settings.advertise:
@@ -158,6 +170,7 @@ def make_worker(
         server=server,
         metrics=WorkerMetrics(built.name, role),
         deadlines=deadlines,
+        health=Health(time.monotonic, deadlines.decode_token_s),
         clock=time.monotonic,
     )
 
@@ -166,11 +179,11 @@ def make_worker(
 async def running(
     worker: Worker, service: Service, redis: Redis, namespace: str, stop: asyncio.Event
 ) -> AsyncIterator[WorkerRecord]:
-    """The worker at work: steps its engine, answers calls, is announced.
+    """The worker at work: steps its engine, answers calls, is announced. Leaving the context drains it first.
 
     If the step loop dies, `stop` is set, and leaving the context raises EngineFailure.
     """
-    info, built, settings = worker.info, worker.built, worker.settings
+    info, built, settings, health = worker.info, worker.built, worker.settings, worker.health
     deadlines, metrics = worker.deadlines, worker.metrics
     loop = asyncio.get_running_loop()
     registry = Registry(redis, namespace, deadlines)
@@ -182,19 +195,29 @@ async def running(
     def on_output(output: StepOutput) -> None:
         try:
             metrics.on_step(output)
+            health.on_step(output.step_s)
             publisher.record(output.stored, output.removed)
             service.on_output(output)
         except Exception as error:  # whose tokens were in it would wait for them in vain
-            deaths.append(error)
-            stop.set()
+            on_death(error)
 
     def on_death(error: BaseException) -> None:
         deaths.append(error)
-        loop.call_soon_threadsafe(stop.set)
+        health.dead = True
+        stop.set()
 
-    steps = EngineLoop(worker.engine, lambda output: loop.call_soon_threadsafe(on_output, output), on_death)
+    steps = EngineLoop(
+        worker.engine,
+        lambda output: loop.call_soon_threadsafe(on_output, output),
+        lambda error: loop.call_soon_threadsafe(on_death, error),
+    )
     http = await serve_worker_http(
-        settings.host, settings.metrics_port, metrics.registry, lambda: (not deaths, "the step loop")
+        settings.host,
+        settings.metrics_port,
+        metrics.registry,
+        health.live,
+        health.ready,
+        service.measure,
     )
     record = WorkerRecord(
         role=info.role,
@@ -218,12 +241,18 @@ async def running(
     await worker.server.set_serving(True)
     with contextlib.suppress(RedisUnreachable):  # keep_announced goes on trying
         await registry.announce(record)
-    tasks = [asyncio.create_task(registry.keep_announced(record)), asyncio.create_task(publisher.run())]
+    tasks = [
+        asyncio.create_task(registry.keep_announced(record)),
+        asyncio.create_task(publisher.run()),
+        asyncio.create_task(_watch(worker)),
+    ]
     try:
         yield record
     finally:
-        with contextlib.suppress(RedisUnreachable):  # then health tells the routers
+        health.draining = True
+        with contextlib.suppress(RedisUnreachable):  # then the load tells the routers
             await registry.goodbye(record)
+        await _drain(worker, service)
         await worker.server.stop()
         await service.close()
         await end(*tasks)
@@ -233,3 +262,26 @@ async def running(
     if deaths:
         log_event(log, logging.CRITICAL, "the step loop died", exc_info=deaths[0])
         raise EngineFailure(f"the step loop died: {deaths[0]}") from deaths[0]
+
+
+async def _watch(worker: Worker) -> None:
+    """Looks every heartbeat whether steps get done; what it finds is told to whoever asks for the health."""
+    while True:
+        await asyncio.sleep(worker.deadlines.heartbeat_s)
+        if worker.health.look(worker.engine.load()):
+            stuck = worker.health.stuck
+            log_event(log, logging.ERROR if stuck else logging.INFO, "stuck" if stuck else "steps get done again")
+            await worker.server.set_serving(worker.health.ready()[0])
+
+
+async def _drain(worker: Worker, service: Service) -> None:
+    """Until what runs here has ended and what is held has been fetched, for drain_s at most.
+
+    What is left then breaks off, and the routers go on with it elsewhere.
+    """
+    await worker.server.set_serving(False)
+    deadline = worker.clock() + worker.deadlines.drain_s
+    while not (service.idle or worker.health.dead) and worker.clock() < deadline:
+        await asyncio.sleep(DRAIN_LOOK_S)
+    if not service.idle:
+        log_event(log, logging.WARNING, "stopping with work left", seconds=worker.deadlines.drain_s)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence as Sequenced
 from dataclasses import dataclass, replace
 
-from common.convert import load_to_proto, token_to_proto
+from common.convert import load_to_proto, scores_to_proto, token_to_proto
 from common.engine.batch import StepOutput
 from common.engine.sequence import Sequence
 from common.errors import HandoverError, InvalidRequest, RequestTimeout
@@ -49,12 +49,18 @@ class DecodeService:
             serve=self.serve,
             abort_forks=self.abort_forks,
             load=self.load,
+            health=worker.health,
             heartbeat_s=self._deadlines.heartbeat_s,
         )
 
     def register(self) -> None:
         """Adds this service to the gRPC server."""
         decode_pb2_grpc.add_DecodeServicer_to_server(self.relay_server, self._server)  # type: ignore[no-untyped-call]
+
+    @property
+    def idle(self) -> bool:
+        """Whether it could stop now and nobody would miss anything."""
+        return not self.relay_server.num_attempts
 
     async def close(self) -> None:
         """Lets go of all holders; the streams have ended."""
@@ -140,6 +146,9 @@ class DecodeService:
         """One step's tokens, as one message to each router, and room for those who wait."""
         messages: dict[str, decode_pb2.SequenceTokens] = {}
         steps: dict[Session, decode_pb2.StepTokens] = {}
+        for scores in output.scores:
+            if attempt := self._attempts.get(scores.sequence.key):
+                attempt.session.send(prompt_logprobs=scores_to_proto(scores, attempt.request.key))
         for token in output.tokens:
             attempt = self._attempts.get(token.sequence.key)
             if attempt is None or token.fork not in attempt.live:

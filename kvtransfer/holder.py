@@ -1,15 +1,20 @@
 """The holder's side of the hand-over: the KV service over a lease table, and the task that lets leases expire."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import grpc
+
 from common.convert import error_to_proto
+from common.deadlines import Deadlines
 from common.errors import EpochMismatch, FingerprintMismatch, KVRelayError, TransportUnavailable
 from common.rpc import kv_pb2, kv_pb2_grpc
+from kvtransfer.grpc import GrpcHolder
 from kvtransfer.handle import KVHandle
 from kvtransfer.lease import KVLease, LeaseTable
-from kvtransfer.transport import HolderTransport
+from kvtransfer.transport import HolderTransport, Ticket
 
 
 class KVHolder(kv_pb2_grpc.KVServicer):
@@ -22,6 +27,7 @@ class KVHolder(kv_pb2_grpc.KVServicer):
         fingerprint: str,
         layout_id: str,
         transports: Sequence[HolderTransport],
+        deadlines: Deadlines,
         clock: Callable[[], float],
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
@@ -29,6 +35,7 @@ class KVHolder(kv_pb2_grpc.KVServicer):
         self._fingerprint = fingerprint
         self._layout_id = layout_id
         self._transports = {transport.name: transport for transport in transports}
+        self._deadlines = deadlines
         self._clock = clock
         self._sleep = sleep
 
@@ -97,6 +104,30 @@ class KVHolder(kv_pb2_grpc.KVServicer):
         except KVRelayError as error:
             return kv_pb2.ReleaseReply(error=error_to_proto(error))
         return kv_pb2.ReleaseReply(held_until_now=held)
+
+    async def Pull(self, request: kv_pb2.PullRequest, context: Any) -> None:
+        """Streams the blocks, as long as the lease is held and the reader takes them."""
+
+        async def write(frame: kv_pb2.Frame) -> None:
+            async with asyncio.timeout(self._deadlines.pull_progress_s):
+                await context.write(frame)
+
+        with contextlib.suppress(TimeoutError):
+            await self._send(request, write)
+            return
+        # What was written last is still on its way: gRPC ends the call when it is read, or at the call's deadline.
+        await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the reader took no frame for too long")
+
+    async def _send(self, request: kv_pb2.PullRequest, write: Callable[[kv_pb2.Frame], Awaitable[None]]) -> None:
+        ticket = Ticket(request.handle_id, request.epoch, request.reader_id)
+        try:
+            self._table.check_reader(*ticket, request.block_ids)
+            transport = self._transports.get(GrpcHolder.name)
+            if not isinstance(transport, GrpcHolder):
+                raise TransportUnavailable("this holder sends no blocks", field="transport")
+            await transport.send(request.block_ids, lambda: self._table.check_reader(*ticket), write)
+        except KVRelayError as error:
+            await write(kv_pb2.Frame(error=error_to_proto(error)))
 
     def _check_epoch(self, epoch: int) -> None:
         if epoch != self._table.epoch:

@@ -91,15 +91,23 @@ class LeaseTable:
         """
         self._check_epoch(epoch)
         now = self._expire_due()
-        lease = self._held.get(handle_id)
-        if lease is None:
-            raise KVExpired("the lease has ended, or this handle is unknown")
+        lease = self._find(handle_id)
         owner = _owner(lease.reader_id, reader_id)
         if block_ids and tuple(block_ids) != lease.block_ids:
             raise HandoverError("the lease is on other blocks than these", field="block_ids")
         del self._held[handle_id]
         self._held[handle_id] = replace(lease, reader_id=owner, ends_at=now + self.lease_s)
         return self.lease_s
+
+    def check_reader(self, handle_id: bytes, epoch: int, reader_id: int, block_ids: Sequence[int] = ()) -> None:
+        """Raises unless the lease is held now, for this reader, and on all of these blocks."""
+        self._check_epoch(epoch)
+        self._expire_due()
+        lease = self._find(handle_id)
+        if reader_id == ROUTER or _owner(lease.reader_id, reader_id) != lease.reader_id:
+            raise HandoverError("the handle is not claimed by who wants to read", field="reader_id")
+        if block_ids and not set(block_ids) <= set(lease.block_ids):
+            raise HandoverError("the lease is on other blocks than these", field="block_ids")
 
     def release(self, handle_id: bytes, epoch: int, reader_id: int) -> bool:
         """Ends the lease. True: it was held until now, so what this reader has copied is valid.
@@ -138,6 +146,12 @@ class LeaseTable:
         now = self._expire_due()
         for lease in list(self._held.values()):
             self._end(lease, _Ended(now + self.lease_s, lease.reader_id, released_by=None))
+
+    def _find(self, handle_id: bytes) -> KVLease:
+        lease = self._held.get(handle_id)
+        if lease is None:
+            raise KVExpired("the lease has ended, or this handle is unknown")
+        return lease
 
     def _expire_due(self) -> float:
         now = self._clock()

@@ -4,7 +4,6 @@ The reader opens /proc/<pid>/fd/<fd> of the holder, read-only, and proves it by 
 memory's header. Nothing has a name in a file system, so nothing is left behind after a kill.
 """
 
-import asyncio
 import fcntl
 import hmac
 import mmap
@@ -12,12 +11,14 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
+from functools import partial
 
 import grpc
 import numpy as np
 
 from common.errors import HandoverError, TransportUnavailable
-from kvtransfer.transport import BlockMemory, Offer, Progress, SharedMemory, Ticket, Transport
+from kvtransfer.copying import check_pairs, in_thread
+from kvtransfer.transport import BlockMemory, HolderPool, Offer, Progress, Ticket, Transport
 
 NAME = "shm"
 SLICE_BYTES = 4 * 2**20  # copied between two looks at the stop flag, about 1 ms
@@ -30,7 +31,7 @@ class ShmHolder:
 
     name = NAME
 
-    def __init__(self, pool: SharedMemory) -> None:
+    def __init__(self, pool: HolderPool) -> None:
         if pool.fd is None:
             raise TransportUnavailable("the KV pool is not shared memory")
         self._pool = pool
@@ -63,7 +64,7 @@ class ShmReader:
         self._blocks_offset = self._block_bytes = self._num_blocks = 0
 
     async def open(self, offer: Offer) -> bytes:
-        values = _integers(offer)
+        values = offer.integers(*PARAMS)
         size, blocks_offset = values["size"], values["blocks_offset"]
         block_bytes, num_blocks = values["block_bytes"], values["num_blocks"]
         nonce_bytes = values["nonce_bytes"]
@@ -80,28 +81,10 @@ class ShmReader:
     ) -> None:
         if self._map is None:
             raise HandoverError("the holder's memory is not open")
-        if pool.block_bytes != self._block_bytes:
-            raise HandoverError(f"blocks have {pool.block_bytes} bytes here, {self._block_bytes} there")
-        for source, target in pairs:
-            if not 0 <= source < self._num_blocks:
-                raise HandoverError(f"block {source} is beyond the holder's {self._num_blocks}", field="block_ids")
-            if not 0 <= target < pool.num_blocks:
-                raise HandoverError(f"block {target} is beyond this pool's {pool.num_blocks}", field="block_ids")
+        check_pairs(pairs, self._num_blocks, self._block_bytes, pool)
         stop = threading.Event()
-        copying = self._executor.submit(_copy, self._map, self._blocks_offset, tuple(pairs), pool, stop, progress)
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        copying.add_done_callback(lambda _: loop.call_soon_threadsafe(ended.set))
-        cancelled: asyncio.CancelledError | None = None
-        while not ended.is_set():
-            try:
-                await ended.wait()
-            except asyncio.CancelledError as error:  # however often: not before the thread is done with the blocks
-                cancelled = error
-                stop.set()
-                copying.cancel()
-        if cancelled is not None:
-            raise cancelled
-        copying.result()
+        copy = partial(_copy, self._map, self._blocks_offset, tuple(pairs), pool, stop, progress)
+        await in_thread(self._executor, copy, on_cancel=stop.set)
 
     def close(self) -> None:
         if self._map is not None:
@@ -144,16 +127,6 @@ def _copy(
                 progress(done)
     finally:
         del source, target  # even in a traceback no view may keep the map from closing
-
-
-def _integers(offer: Offer) -> dict[str, int]:
-    values = {}
-    for name in PARAMS:
-        text = offer.params.get(name, "")
-        if not (text.isascii() and text.isdigit() and len(text) < 20):
-            raise TransportUnavailable(f"the offer's {name} is not a number: {text[:40]!r}", field=f"offer.{name}")
-        values[name] = int(text)
-    return values
 
 
 def _map_memfd(pid: int, started: int, fd: int, size: int) -> mmap.mmap:

@@ -11,11 +11,12 @@ import grpc
 from common.errors import ConfigError, TransportUnavailable
 
 AUTO = "auto"
-MODULES = {"shm": "kvtransfer.shm"}  # best first; a module is imported when its transport is wanted
+# Best first; a module is imported when its transport is wanted.
+MODULES = {"shm": "kvtransfer.shm", "grpc": "kvtransfer.grpc"}
 
 
 class BlockMemory(Protocol):
-    """A pool that blocks are copied into. Whoever pulls owns the destination blocks meanwhile."""
+    """A pool's blocks. Whoever pulls into some owns them meanwhile."""
 
     @property
     def memory(self) -> memoryview:
@@ -28,8 +29,8 @@ class BlockMemory(Protocol):
     def num_blocks(self) -> int: ...
 
 
-class SharedMemory(Protocol):
-    """A pool in a memfd that other processes may map: a header that starts with the nonce, then the blocks."""
+class HolderPool(BlockMemory, Protocol):
+    """A pool to offer, perhaps in a memfd that others may map: a header that starts with the nonce, then the blocks."""
 
     @property
     def fd(self) -> int | None:
@@ -42,12 +43,6 @@ class SharedMemory(Protocol):
     @property
     def blocks_offset(self) -> int: ...
 
-    @property
-    def block_bytes(self) -> int: ...
-
-    @property
-    def num_blocks(self) -> int: ...
-
 
 @dataclass(frozen=True, slots=True)
 class Offer:
@@ -55,6 +50,16 @@ class Offer:
 
     name: str
     params: Mapping[str, str]
+
+    def integers(self, *names: str) -> dict[str, int]:
+        """These parameters as whole numbers, none negative. Raises TransportUnavailable."""
+        values = {}
+        for name in names:
+            text = self.params.get(name, "")
+            if not (text.isascii() and text.isdigit() and len(text) < 20):
+                raise TransportUnavailable(f"the offer's {name} is not a number: {text[:40]!r}", field=f"offer.{name}")
+            values[name] = int(text)
+        return values
 
 
 class HolderTransport(Protocol):
@@ -106,7 +111,7 @@ class Transport:
     """One entry of the registry. `holder` raises TransportUnavailable for a pool it can't offer."""
 
     name: str
-    holder: Callable[[SharedMemory], HolderTransport]
+    holder: Callable[[HolderPool], HolderTransport]
     reader: Callable[[Executor, grpc.aio.Channel], ReaderTransport]  # copies run in the executor
 
 
@@ -119,7 +124,7 @@ def choose(setting: str = AUTO) -> tuple[Transport, ...]:
     return tuple(cast(Transport, importlib.import_module(MODULES[name]).TRANSPORT) for name in dict.fromkeys(names))
 
 
-def holders(transports: Sequence[Transport], pool: SharedMemory) -> list[HolderTransport]:
+def holders(transports: Sequence[Transport], pool: HolderPool) -> list[HolderTransport]:
     """The holder's halves that work with this pool. Raises TransportUnavailable if none does."""
     usable: list[HolderTransport] = []
     problems: list[str] = []

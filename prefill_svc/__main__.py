@@ -20,6 +20,7 @@ def start(worker: Worker) -> PrefillService:
         fingerprint=worker.info.fingerprint,
         layout_id=worker.info.layout_id,
         transports=holders(choose(worker.settings.transport), worker.built.pool),
+        deadlines=worker.deadlines,
         clock=worker.clock,
     )
     return PrefillService(worker, leases, holder)

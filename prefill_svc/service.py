@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from common.convert import load_to_proto, token_to_proto
+from common.convert import load_to_proto, scores_to_proto, token_to_proto
 from common.engine.batch import StepOutput, TokenOutput
 from common.engine.sequence import Sequence
 from common.errors import InvalidRequest, KVRelayError, RequestTimeout
@@ -56,6 +56,7 @@ class PrefillService:
             serve=self.serve,
             abort_forks=lambda key, forks: True,  # forks have no sequence of their own here yet
             load=self.load,
+            health=worker.health,
             heartbeat_s=self._deadlines.heartbeat_s,
         )
 
@@ -65,6 +66,11 @@ class PrefillService:
         """Adds this service and the holder to the gRPC server."""
         prefill_pb2_grpc.add_PrefillServicer_to_server(self.relay_server, self._server)  # type: ignore[no-untyped-call]
         kv_pb2_grpc.add_KVServicer_to_server(self.holder, self._server)  # type: ignore[no-untyped-call]
+
+    @property
+    def idle(self) -> bool:
+        """Whether it could stop now and nobody would miss anything."""
+        return not (self.relay_server.num_attempts or self.leases.num_held)
 
     async def close(self) -> None:
         """Frees what is held; the streams have ended."""
@@ -129,6 +135,9 @@ class PrefillService:
                     key=attempt.request.key, computed_tokens=computed, total_tokens=sequence.num_tokens
                 )
                 attempt.session.send(progress=progress)
+        for scores in output.scores:
+            if attempt := self._attempts.get(scores.sequence.key):
+                attempt.session.send(prompt_logprobs=scores_to_proto(scores, attempt.request.key))
         tokens: dict[str, list[TokenOutput]] = {}
         for token in output.tokens:
             tokens.setdefault(token.sequence.key, []).append(token)
@@ -148,8 +157,12 @@ class PrefillService:
         if attempt is not None and not attempt.done.done():
             attempt.done.set_exception(error)
 
-    def load(self) -> types_pb2.Load:
+    def measure(self) -> None:
+        """Brings the gauges of its metrics up to date."""
+        self._metrics.on_load(self.engine.load(), self.relay_server.num_attempts)
         self._metrics.on_leases(self.leases.num_held, self.leases.held_blocks)
         self._metrics.on_lease_expirations(self.leases.num_expired - self._expired)
         self._expired = self.leases.num_expired
+
+    def load(self) -> types_pb2.Load:
         return load_to_proto(self.engine.load(), held_blocks=self.leases.held_blocks)

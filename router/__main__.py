@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 from aiohttp import web
 
@@ -31,7 +32,7 @@ async def run(arguments: argparse.Namespace) -> int:
     """Serves until a signal; returns the exit status."""
     settings = from_arguments(RouterConfig, arguments)
     redis_settings = from_arguments(RedisConfig, arguments)
-    deadlines = Deadlines().scaled(settings.deadline_scale)
+    deadlines = replace(Deadlines().scaled(settings.deadline_scale), drain_s=settings.drain_timeout)
     source = await asyncio.to_thread(open_model, settings, weights=False)
     text = await asyncio.to_thread(TextModel.load, source)
     max_model_len = text.config.context_length(settings.max_model_len)
@@ -56,7 +57,7 @@ async def run(arguments: argparse.Namespace) -> int:
             ready=workers.ready,
             metrics=metrics,
         )
-        runner = build_runner(app, deadlines.rpc_s)
+        runner = build_runner(app, deadlines.drain_s)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         try:

@@ -214,7 +214,10 @@ def build_app(
 
 
 def build_runner(app: web.Application, shutdown_timeout_s: float) -> web.AppRunner:
-    """Serves the app; a handler whose client leaves is cancelled, which is what closes its generations."""
+    """Serves the app; a handler whose client leaves is cancelled, which is what closes its generations.
+
+    Its cleanup() takes no new connection and gives the answers that run so many seconds to end.
+    """
     return web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout_s)
 
 

@@ -1,75 +1,67 @@
-"""A model's chat template: sandboxed Jinja, set up as Hugging Face templates expect it."""
+"""A model's chat template, rendered as Hugging Face's library renders it."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from common.errors import InvalidRequest, ModelError
+from router.template_budget import TooMuchWork, budget_for
+from router.template_sandbox import TemplateEnvironment
 
+MAX_TEMPLATE_CHARS = 2**20
 MAX_REASON_CHARS = 300
 # What a template raises when messages are not as it wants them: its own errors, and Python's on odd types.
 REFUSALS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-
-
-class GenerationBlock(Extension):
-    """{% generation %} … {% endgeneration %} marks training text; for serving it is just its body."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Plain JSON: jinja2's own filter escapes for HTML, which models have not seen in training."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+TOO_MUCH = (TooMuchWork, RecursionError, MemoryError)
 
 
 class ChatTemplate:
     """Renders messages to the text that the model was trained on."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], now: Callable[[], datetime]) -> None:
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        now: Callable[[], datetime],
+        name: str = "the chat template",
+    ) -> None:
         """special_tokens: bos_token, eos_token and the like, as the template names them. Raises ModelError."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationBlock]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda pattern: now().strftime(pattern)
+        self._name = name
         self._special_tokens = dict(special_tokens)
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise ModelError(f"the chat template has {len(source)} characters; {MAX_TEMPLATE_CHARS} are allowed")
+        environment = TemplateEnvironment(lambda pattern: now().strftime(pattern))
         try:
-            self._template = environment.from_string(source)
+            self._template = environment.template(source)
         except jinja2.TemplateSyntaxError as error:
             raise ModelError(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from None
+        except (SyntaxError, RecursionError, MemoryError, *REFUSALS) as error:  # Python's, of what Jinja makes of it
+            raise ModelError(f"the chat template can't be compiled: {_reason(error)}") from None
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """Raises InvalidRequest with the template's own words when it refuses the messages."""
+        """Raises InvalidRequest with the template's own words when it refuses the messages.
+
+        Raises ModelError when it asks for more work than an honest template would.
+        """
+        given = [dict(message) for message in messages]
         try:
-            return self._template.render(
-                messages=[dict(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
+            with budget_for(given):
+                return self._template.render(
+                    messages=given,
+                    tools=None,
+                    documents=None,
+                    add_generation_prompt=add_generation_prompt,
+                    **self._special_tokens,
+                )
+        except TOO_MUCH as error:
+            reason = f"{self._name} was stopped: {_reason(error)}"
+            raise ModelError(reason, field="messages") from None
         except REFUSALS as error:
-            reason = str(error)[:MAX_REASON_CHARS] or type(error).__name__
-            raise InvalidRequest(f"the chat template refuses these messages: {reason}", field="messages") from error
+            reason = f"the chat template refuses these messages: {_reason(error)}"
+            raise InvalidRequest(reason, field="messages") from error
+
+
+def _reason(error: BaseException) -> str:
+    return str(error)[:MAX_REASON_CHARS] or type(error).__name__

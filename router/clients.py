@@ -99,7 +99,8 @@ class WorkerClient:
 
     @property
     def healthy(self) -> bool:
-        return self.connected and self._clock() - self._heard_s < self._deadlines.suspect_s
+        heard = self._clock() - self._heard_s < self._deadlines.suspect_s
+        return self.connected and heard and not self.load.stuck
 
     def idle_s(self) -> float:
         """Seconds since it got anything done, for whichever attempt: an event, a step, a byte copied."""
@@ -195,6 +196,7 @@ class WorkerClient:
                 if event.load.progress != self.load.progress:
                     self._progress_s = self._heard_s
                 self.load.CopyFrom(event.load)
+                self.draining = self.draining or event.load.draining
                 self._take(event)
                 if self.obsolete:
                     return "another worker answers at its address"

@@ -18,6 +18,7 @@ class GenerationRequest:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     cache_salt: str = ""
+    priority: int = 0  # lower goes first, as in vLLM
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,8 @@ class Report:
 
 @dataclass(slots=True)
 class Generation:
-    """A request on its way; the pipeline yields Deltas and fills the report."""
+    """A request on its way; the pipeline yields Deltas and fills the rest, prompt_logprobs before the first."""
 
     request: GenerationRequest
     report: Report = field(default_factory=Report)
+    prompt_logprobs: list[tuple[Logprob, ...]] = field(default_factory=list)  # where asked for: of tokens 1, 2, ...

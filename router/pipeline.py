@@ -154,7 +154,9 @@ class Pipeline:
         with run.blaming(client), client.attempt(key, command, num_tokens) as stream:
             while True:
                 kind, message = await stream.next(patience_s)
-                if kind == "first_tokens":
+                if kind == "prompt_logprobs":
+                    run.note_prompt_logprobs(message)
+                elif kind == "first_tokens":
                     break
             stream.ended = True
         run.note_prefill(message, client.record.worker_id)
@@ -178,7 +180,9 @@ class Pipeline:
         with run.blaming(client), client.attempt(key, command, len(context)) as stream:
             while live:
                 kind, message = await stream.next(patience_s)
-                if kind == "admitted":
+                if kind == "prompt_logprobs":
+                    run.note_prompt_logprobs(message)
+                elif kind == "admitted":
                     run.note_handover(message)
                     if held:
                         held.taken = True

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from common.convert import params_to_proto
+from common.convert import params_to_proto, scores_from_proto
 from common.errors import KVRelayError, TokenMismatch
 from common.metrics import RouterMetrics
 from common.rpc import decode_pb2, prefill_pb2, types_pb2
@@ -21,6 +21,7 @@ class Run:
     def __init__(self, generation: Generation, text: TextModel, metrics: RouterMetrics, clock: Callable[[], float]):
         self.request = generation.request
         self.report = generation.report
+        self._prompt_logprobs = generation.prompt_logprobs
         self.report.prompt_tokens = len(self.request.prompt_ids)
         self.answers = [Answer(index, self.request, text) for index in range(self.request.n)]
         self.failed: set[str] = set()  # ids of workers that were tried in vain
@@ -89,6 +90,12 @@ class Run:
         self._last_token_s[token.fork] = self.report.last_token_s = now
         self.report.completion_tokens += 1
         self.outbox.put_nowait(delta)
+
+    def note_prompt_logprobs(self, message: types_pb2.PromptLogprobs) -> None:
+        """A later attempt tells them again from the start, unless all are here."""
+        self._prompt_logprobs[message.first - 1 :] = scores_from_proto(message)
+        if len(self._prompt_logprobs) == len(self.request.prompt_ids) - 1:
+            self._params.ClearField("prompt_logprobs")
 
     def note_prefill(self, message: prefill_pb2.FirstTokens | decode_pb2.SequenceTokens, worker_id: str) -> None:
         report = self.report

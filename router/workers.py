@@ -72,7 +72,7 @@ class Workers:
             return False, "no decode worker"
         listed = any(client.record.role == "prefill" for client in self._clients.values())
         if listed and not self.usable("prefill"):
-            return False, "no prefill worker is reachable"
+            return True, "no prefill worker is reachable: decode workers serve alone"
         return True, "ready"
 
     def pick_prefill(self, context: Context, failed: Collection[str] = ()) -> tuple[WorkerClient, Expectation] | None:

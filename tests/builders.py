@@ -55,9 +55,12 @@ def scheduler(
     max_model_len: int = 32,
     eos_token_ids: tuple[int, ...] = (EOS,),
     enable_caching: bool = True,
+    max_scored_tokens: int = 128,
 ) -> Scheduler:
     """A scheduler over an empty pool of small blocks."""
-    config = SchedulerConfig(max_num_batched_tokens, max_num_seqs, max_model_len, eos_token_ids, block_size)
+    config = SchedulerConfig(
+        max_num_batched_tokens, max_num_seqs, max_model_len, eos_token_ids, block_size, max_scored_tokens
+    )
     return Scheduler(config, BlockPool(num_blocks, enable_caching=enable_caching))
 
 
@@ -174,14 +177,14 @@ class ToyRunner:
         read = [self.kv[source].copy() for source, _ in batch.copies]
         for (_, destination), block in zip(batch.copies, read, strict=True):
             self.kv[destination] = block
-        rows = [row for chunk in batch.chunks if (row := self._compute(chunk)) is not None]
+        rows = [row for chunk in batch.chunks for row in self._compute(chunk)]
         return torch.stack(rows) if rows else torch.empty(0, VOCAB)
 
-    def _compute(self, chunk: ScheduledChunk) -> Tensor | None:
+    def _compute(self, chunk: ScheduledChunk) -> list[Tensor]:
         for position, token in enumerate(chunk.token_ids, chunk.start):
             self.write(chunk.block_ids, position, [kv_entry(self.read(chunk.block_ids, position), token)])
-        end = chunk.start + len(chunk.token_ids)
-        return logits_of(self.read(chunk.block_ids, end)) if chunk.samples else None
+        rows = [*chunk.scored, *([len(chunk.token_ids) - 1] if chunk.samples else [])]
+        return [logits_of(self.read(chunk.block_ids, chunk.start + row + 1)) for row in rows]
 
 
 class Stepper:

@@ -5,10 +5,11 @@ import fcntl
 import mmap
 import os
 import secrets
+import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from common.deadlines import Deadlines
 from common.grpc_server import GrpcServer
@@ -18,7 +19,7 @@ from kvtransfer.handle import KVHandle
 from kvtransfer.holder import KVHolder
 from kvtransfer.lease import LeaseTable
 from kvtransfer.shm import ShmHolder
-from kvtransfer.transport import Offer, Transport
+from kvtransfer.transport import Offer, ReaderTransport, Transport
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=64, dtype="bfloat16")  # 8 KiB a block
 FINGERPRINT = "model-a"
@@ -93,6 +94,39 @@ class GateReader:
 
     def close(self) -> None:
         self.log.append("close")
+
+
+class BlockedCopy:
+    """A progress callback that holds the copy thread after its first bytes."""
+
+    def __init__(self) -> None:
+        self.reached, self.go = threading.Event(), threading.Event()
+        self.last = 0
+
+    def __call__(self, done: int) -> None:
+        self.last = done
+        if done:
+            self.reached.set()
+            assert self.go.wait(30)
+
+
+class HeldReader:
+    """A reader's half whose copies tell `copy`, too, how far they are."""
+
+    def __init__(self, inner: ReaderTransport, copy: BlockedCopy) -> None:
+        self.inner, self.copy = inner, copy
+        self.open, self.close = inner.open, inner.close
+
+    async def pull(self, ticket, pairs, pool, progress) -> None:
+        def both(done: int) -> None:
+            progress(done)
+            self.copy(done)
+
+        await self.inner.pull(ticket, pairs, pool, both)
+
+
+def held_back(transport: Transport, copy: BlockedCopy) -> Transport:
+    return replace(transport, reader=lambda executor, channel: HeldReader(transport.reader(executor, channel), copy))
 
 
 class GateHolder:
@@ -174,6 +208,7 @@ async def running_holder(
         fingerprint=fingerprint,
         layout_id=layout.layout_id,
         transports=[ShmHolder(pool)] if transports is None else transports,
+        deadlines=deadlines,
         clock=clock,
     )
     server = GrpcServer("127.0.0.1", port, deadlines)

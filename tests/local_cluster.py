@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +36,11 @@ START = {"prefill": prefill_svc.__main__.start, "decode": decode_svc.__main__.st
 class LocalWorker:
     worker: Worker
     service: Any
-    stop: asyncio.Event
+    stop: asyncio.Event  # its step loop died
+    life: AsyncExitStack
+
+
+Start = Callable[..., Awaitable[LocalWorker]]
 
 
 @dataclass
@@ -51,10 +55,22 @@ class Answered:
 
 
 class LocalCluster:
-    def __init__(self, workers: Workers, pipeline: Pipeline, local: list[LocalWorker]) -> None:
+    def __init__(self, workers: Workers, pipeline: Pipeline, local: list[LocalWorker], start: Start) -> None:
         self.workers = workers
         self.pipeline = pipeline
         self.local = local
+        self._start = start
+
+    async def start(self, role: str, worker_id: str, *, port: int = 0, model: Path | None = None) -> LocalWorker:
+        """One more worker, which the router need not know yet."""
+        one = await self._start(role, worker_id, port=port, model=model)
+        self.local.append(one)
+        return one
+
+    async def stop(self, one: LocalWorker) -> None:
+        """Ends a worker as SIGTERM does."""
+        self.local.remove(one)
+        await one.life.aclose()
 
     @property
     def prefill(self) -> list[PrefillService]:
@@ -103,7 +119,11 @@ class LocalCluster:
             raise AssertionError("; ".join(problems)) from None
 
     def _leftovers(self) -> list[str]:
-        counts: dict[str, int] = {}
+        counts = {
+            "router: requests": self.pipeline._running,
+            "router: requests that wait": self.pipeline._waiting,
+            "router: open expectations": len(self.workers._index._open),
+        }
         for one in self.local:
             name, load = one.worker.info.worker_id, one.worker.engine.load()
             counts[f"{name}: running"] = load.running
@@ -153,31 +173,36 @@ async def local_cluster(
     async with AsyncExitStack() as stack:
         redis = await connect(redis_url, deadlines)
         stack.push_async_callback(redis.aclose)
-        local: list[LocalWorker] = []
-        for role, count, budget in (("prefill", prefill, prefill_tokens), ("decode", decode, decode_tokens)):
-            for index in range(count):
-                settings = replace(WorkerConfig(), worker_id=f"{role}-{index}")
-                server = GrpcServer(settings.host, 0, deadlines)
-                server.bind()
-                stack.push_async_callback(server.stop)
-                built = build_engine(
-                    replace(engine, max_num_batched_tokens=budget),
-                    max_num_batched_tokens=budget,
-                    shared_pool=role == "prefill",
-                    clock=time.monotonic,
-                )
-                stack.callback(built.pool.close)
-                worker = make_worker(role, built, server, settings, deadlines)
-                one = LocalWorker(worker, START[role](worker), asyncio.Event())
-                await stack.enter_async_context(running(worker, one.service, redis, namespace, one.stop))
-                local.append(one)
+        budgets = {"prefill": prefill_tokens, "decode": decode_tokens}
+
+        async def start(role: str, worker_id: str, *, port: int = 0, model: Path | None = None) -> LocalWorker:
+            settings = replace(WorkerConfig(), worker_id=worker_id)
+            life = AsyncExitStack()
+            stack.push_async_callback(life.aclose)
+            server = GrpcServer(settings.host, port, deadlines)
+            server.bind()
+            life.push_async_callback(server.stop)
+            built = build_engine(
+                replace(engine, model=str(model or engine.model), max_num_batched_tokens=budgets[role]),
+                max_num_batched_tokens=budgets[role],
+                shared_pool=role == "prefill",
+                clock=time.monotonic,
+            )
+            life.callback(built.pool.close)
+            worker = make_worker(role, built, server, settings, deadlines)
+            one = LocalWorker(worker, START[role](worker), asyncio.Event(), life)
+            await life.enter_async_context(running(worker, one.service, redis, namespace, one.stop))
+            return one
+
+        names = [("prefill", index) for index in range(prefill)] + [("decode", index) for index in range(decode)]
+        local = [await start(role, f"{role}-{index}") for role, index in names]
         index_ = PrefixIndex(redis, namespace, deadlines)
         metrics = RouterMetrics("test")
         workers = Workers(Registry(redis, namespace, deadlines), index_, "router-0", deadlines, time.monotonic, metrics)
         stack.push_async_callback(workers.close)
         tasks = [asyncio.create_task(workers.run()), asyncio.create_task(index_.run())]
         pipeline = Pipeline(workers, TextModel.load(model), metrics, deadlines, time.monotonic)
-        cluster = LocalCluster(workers, pipeline, local)
+        cluster = LocalCluster(workers, pipeline, local, start)
         try:
             await cluster.wait_ready()
             yield cluster

@@ -82,8 +82,9 @@ def test_settings_reach_the_processes_that_they_are_for():
     )
     (worker, _), (router,) = plan(cluster)
     assert flags_of(worker.command, EngineConfig) == replace(cluster.engine, workers_per_host=2)
-    assert flags_of(worker.command, WorkerConfig) == replace(cluster.worker, worker_id="prefill-0")
-    assert flags_of(router.command, RouterConfig) == cluster.router
+    drain = {"drain_timeout": 8.0}  # requests have to end before the supervisor's patience does
+    assert flags_of(worker.command, WorkerConfig) == replace(cluster.worker, worker_id="prefill-0", **drain)
+    assert flags_of(router.command, RouterConfig) == replace(cluster.router, **drain)
 
 
 def test_a_random_namespace_is_shared_by_one_cluster_and_no_other():

@@ -1,5 +1,6 @@
 """Metrics count each event once, under vLLM's names, and are served in a form that Prometheus reads."""
 
+import re
 import socket
 
 import aiohttp
@@ -74,7 +75,20 @@ def test_every_sample_carries_model_and_role():
             assert (sample.labels["model_name"], sample.labels["role"]) == ("tiny", "decode")
 
 
-def test_a_step_sets_the_load_and_counts_tokens_and_ends():
+def test_the_gauges_are_those_of_the_last_load():
+    metrics = worker()
+    metrics.on_load(EngineLoad(running=3, waiting=2, waiting_tokens=9, total_blocks=8, free_blocks=6), attempts=4)
+    metrics.on_claims(1)
+    seen = values(metrics.registry)
+    assert (seen["num_requests_running"], seen["num_requests_waiting"], seen["num_waiting_tokens"]) == (3, 2, 9)
+    assert (seen["kv_cache_usage_perc"], seen["num_attempts"], seen["kv_claims"]) == (0.25, 4, 1)
+    metrics.on_load(EngineLoad(total_blocks=8, free_blocks=8), attempts=0)
+    metrics.on_claims(0)
+    seen = values(metrics.registry)
+    assert not any(seen[name] for name in ("num_requests_running", "kv_cache_usage_perc", "num_attempts", "kv_claims"))
+
+
+def test_a_step_counts_tokens_and_ends():
     metrics = worker()
     metrics.on_step(
         StepOutput(
@@ -84,16 +98,11 @@ def test_a_step_sets_the_load_and_counts_tokens_and_ends():
                 token(sequence("c"), index=3),
             ),
             failed=((sequence("d"), EngineFailure("broken")),),
-            load=EngineLoad(running=3, waiting=2, waiting_tokens=9, total_blocks=8, free_blocks=6),
             num_batched_tokens=40,
             step_s=0.02,
         )
     )
     seen = values(metrics.registry)
-    assert seen["num_requests_running"] == 3
-    assert seen["num_requests_waiting"] == 2
-    assert seen["num_waiting_tokens"] == 9
-    assert seen["kv_cache_usage_perc"] == 0.25
     assert seen["generation_tokens_total"] == 3
     assert seen["prompt_tokens_total"] == 25
     assert seen["prefix_cache_queries_total"] == 25
@@ -186,9 +195,11 @@ def test_a_state_without_workers_falls_to_zero():
 
 
 async def test_metrics_and_health_are_served():
-    state = (True, "")
+    state, leases = (True, ""), 3
     metrics = WorkerMetrics("tiny", "prefill", new_registry())
-    runner = await serve_worker_http("127.0.0.1", 0, metrics.registry, lambda: state)
+    runner = await serve_worker_http(
+        "127.0.0.1", 0, metrics.registry, lambda: state, lambda: state, lambda: metrics.on_leases(leases, 2 * leases)
+    )
     try:
         host, port = runner.addresses[0][:2]
         async with aiohttp.ClientSession(f"http://{host}:{port}") as session:
@@ -197,18 +208,19 @@ async def test_metrics_and_health_are_served():
                 text = await response.text()
             families = {f.name for f in text_string_to_metric_families(text)}
             assert {"kvrelay:kv_leases", "process_resident_memory_bytes"} <= families
+            assert re.search(r"kv_held_blocks\{.*\} 6.0", text), "gauges are measured when they are read"
             assert not any(name.endswith("_created") for name in families)
             wanted = {"Accept": "application/openmetrics-text; version=1.0.0"}
             async with session.get("/metrics", headers=wanted) as response:
                 assert "kvrelay:kv_leases" in {f.name for f in openmetrics_families(await response.text())}
-            for path in ("/health", "/ready"):
+            for path, name in (("/health", "healthy"), ("/ready", "ready")):
                 state = (True, "")
                 async with session.get(path) as response:
                     assert response.status == 200
                 state = (False, "no step for 12 s")
                 async with session.get(path) as response:
                     assert response.status == 503
-                    assert await response.json() == {"healthy": False, "reason": "no step for 12 s"}
+                    assert await response.json() == {name: False, "reason": "no step for 12 s"}
     finally:
         await runner.cleanup()
 
@@ -217,4 +229,4 @@ async def test_an_occupied_port_is_an_error_that_names_it():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(AddressInUse, match=str(port)):
-            await serve_worker_http("127.0.0.1", port, CollectorRegistry(), lambda: (True, ""))
+            await serve_worker_http("127.0.0.1", port, CollectorRegistry(), lambda: (True, ""), lambda: (True, ""))

@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
+import uvloop
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, RedisError
 from redis_process import RedisServer
@@ -187,8 +188,29 @@ async def test_loop_ends_though_its_command_swallows_the_cancellation() -> None:
     assert task.cancelled()
 
 
-def test_outage_lets_other_errors_through() -> None:
+@pytest.mark.parametrize("error", [ZeroDivisionError(), RuntimeError("a defect of ours")])
+def test_outage_lets_other_errors_through(error: Exception) -> None:
     outage = Outage()
-    with pytest.raises(ZeroDivisionError), outage.noticed("test"):
-        raise ZeroDivisionError
+    with pytest.raises(type(error)), outage.noticed("test"):
+        raise error
     assert not outage.active
+
+
+def test_connections_reset_by_the_network_are_an_outage(redis_server: RedisServer) -> None:
+    """With the roles' event loop, which has an error of its own for them; the client then connects again."""
+
+    async def main() -> None:
+        client = await connect(redis_server.url, QUICK)
+        try:
+            for _ in range(3):
+                connection = await client.connection_pool.get_connection()
+                connection._writer.transport.abort()
+                await client.connection_pool.release(connection)
+                with pytest.raises(RedisUnreachable), Outage().noticed("test"):
+                    await connection.send_command("PING")
+                with Outage().noticed("test"):
+                    assert await client.ping()
+        finally:
+            await client.aclose()
+
+    uvloop.run(main())

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from common.convert import error_from_proto
 from common.deadlines import Deadlines
 from common.errors import EngineFailure, InvalidRequest
 from common.grpc_server import GrpcServer
+from common.health import Health
 from common.relay import RelayServer, Session
 from common.rpc import prefill_pb2, prefill_pb2_grpc, types_pb2
 from common.tasks import end
@@ -33,6 +35,7 @@ class Service:
     leave: asyncio.Event = field(default_factory=asyncio.Event)
     error: Exception | None = None
     sessions: list[Session] = field(default_factory=list)
+    health: Health = field(default_factory=lambda: Health(time.monotonic, 10.0))
 
     async def serve(self, command: types_pb2.Submission, session: Session, key: str) -> None:
         name = f"{session.router_id}/{command.key.request_id}/{command.key.attempt}"
@@ -78,6 +81,7 @@ def relay_of(service: Service) -> RelayServer:
         serve=service.serve,
         abort_forks=service.abort_forks,
         load=lambda: types_pb2.Load(running=len(service.running()), total_blocks=9),
+        health=service.health,
         heartbeat_s=HEARTBEAT_S,
     )
 
@@ -117,6 +121,26 @@ async def test_heartbeats_carry_the_load_when_nothing_else_is_sent(worker: Runni
     assert stream.loads[-1].running == 1
     worker.service.finish.set()
     await stream.until(lambda: stream.loads[-1].running == 0)
+
+
+async def test_who_drains_says_so_goes_on_with_what_runs_and_takes_nothing_new(
+    worker: Running, stream: WorkerStream
+) -> None:
+    await stream.submit(request="running")
+    await stream.event("accepted", "running")
+    worker.service.health.draining = True
+    await stream.until(lambda: stream.loads[-1].draining)
+    await stream.submit(request="new")
+    assert (await stream.failure("new"))[0] == "draining"
+    assert worker.relay.num_attempts == 1
+    worker.service.finish.set()
+    await eventually(lambda: worker.relay.num_attempts == 0)
+
+
+async def test_who_is_stuck_says_so(worker: Running, stream: WorkerStream) -> None:
+    assert not stream.loads[-1].stuck
+    worker.service.health.stuck = True
+    await stream.until(lambda: stream.loads[-1].stuck)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator
@@ -24,8 +25,11 @@ from redis_tools import eventually
 from worker_stream import open_stream
 
 from common.deadlines import Deadlines
+from common.grpc_server import open_channel
 from common.redis_client import connect
 from common.registry import Registry, WorkerRecord
+from kvtransfer.client import HolderClient
+from kvtransfer.lease import ROUTER
 
 pytest_plugins = ("redis_fixture",)
 ROOT = Path(__file__).parents[1]
@@ -143,13 +147,13 @@ def http(address: str, path: str) -> tuple[int, str]:
 
 
 @asynccontextmanager
-async def started(role: str, *command: str, redis_url: str, model: Path) -> AsyncIterator[Started]:
+async def started(role: str, *command: str, redis_url: str, model: Path, **flags: Any) -> AsyncIterator[Started]:
     redis = await connect(redis_url, Deadlines())
     await redis.flushall()
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *command,
-        *flags_of(model=model, redis_url=redis_url),
+        *flags_of(model=model, redis_url=redis_url, **flags),
         cwd=ROOT,
         env=ENVIRON,
         stdout=PIPE,
@@ -170,9 +174,50 @@ async def started(role: str, *command: str, redis_url: str, model: Path) -> Asyn
         await redis.aclose()
 
 
-async def test_sigterm_makes_a_worker_say_goodbye_and_end_its_streams(model: Path, redis_server: RedisServer) -> None:
-    """With one prompt held and others on their way."""
+async def test_a_draining_worker_finishes_what_it_has_and_takes_nothing_new(
+    model: Path, redis_server: RedisServer
+) -> None:
+    """Leases first: it stays until the KV that it holds has been fetched."""
     async with started("prefill", "-m", "prefill_svc", redis_url=redis_server.url, model=model) as worker:
+        record, holder = worker.record, HolderClient(open_channel(worker.address, Deadlines()), "it", Deadlines())
+        async with worker.stream() as stream:
+            for index in range(8):
+                await stream.submit([6 + index] * 30, request=str(index))
+            await stream.event("accepted", "7")
+            worker.process.send_signal(signal.SIGTERM)
+            await eventually(lambda: stream.loads[-1].draining)
+            await stream.submit([5] * 20, request="new")
+            assert await stream.failure("new") == ("draining", "")
+            handles = [(await stream.event("first_tokens", str(index))).handle for index in range(8)]
+            with pytest.raises(urllib.error.HTTPError, match="503"):
+                await asyncio.to_thread(http, record.http_address, "/ready")
+            assert (await asyncio.to_thread(http, record.http_address, "/health"))[0] == 200
+            assert [record.leaving for record in await worker.registry.workers()] == [True]
+            for handle in handles:
+                assert not stream.ended
+                assert await holder.release(handle.id, handle.epoch, ROUTER)
+            await eventually(lambda: stream.ended)
+        assert await worker.ended() == (0, [])
+
+
+async def test_a_second_signal_ends_a_draining_worker_at_once(model: Path, redis_server: RedisServer) -> None:
+    async with (
+        started("prefill", "-m", "prefill_svc", redis_url=redis_server.url, model=model) as worker,
+        worker.stream() as stream,
+    ):
+        await stream.submit([5] * 20)
+        await stream.event("first_tokens")
+        worker.process.send_signal(signal.SIGTERM)
+        await eventually(lambda: stream.loads[-1].draining)
+        worker.process.send_signal(signal.SIGTERM)
+        assert (await worker.ended())[0] == -signal.SIGTERM
+
+
+async def test_what_is_left_when_the_grace_is_over_breaks_off(model: Path, redis_server: RedisServer) -> None:
+    """With one prompt held and others on their way."""
+    async with started(
+        "prefill", "-m", "prefill_svc", redis_url=redis_server.url, model=model, drain_timeout=0.2
+    ) as worker:
         record = worker.record
         assert (record.address, record.leaving, record.epoch > 0) == (worker.address, False, True)
         assert (await asyncio.to_thread(http, record.http_address, "/health"))[0] == 200
@@ -185,7 +230,9 @@ async def test_sigterm_makes_a_worker_say_goodbye_and_end_its_streams(model: Pat
             await stream.event("accepted", "19")
             worker.process.send_signal(signal.SIGTERM)
             await eventually(lambda: stream.ended)
-        assert await worker.ended() == (0, [])
+        status, [line] = await worker.ended()
+        assert status == 0
+        assert "stopping with work left" in line
         assert [record.leaving for record in await worker.registry.workers()] == [True]
 
 

@@ -235,7 +235,7 @@ def test_a_bug_in_the_scheduler_is_no_failed_batch():
     one = engine(sched)
     one.add(sequence())
 
-    def update(batch, samples):
+    def update(*_):
         raise ZeroDivisionError
 
     sched.update = update

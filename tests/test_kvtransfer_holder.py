@@ -28,6 +28,7 @@ class Stage:
             fingerprint=FINGERPRINT,
             layout_id=LAYOUT.layout_id,
             transports=[ShmHolder(self.pool)],
+            deadlines=Deadlines(lease_s=LEASE_S),
             clock=lambda: self.now,
             sleep=self.sleep,
         )

@@ -1,72 +1,17 @@
 """Between two real processes a hand-over arrives byte for byte, and a killed holder costs its copy and nothing more."""
 
 import asyncio
-import hashlib
-import json
-import os
-import signal
-import sys
 import time
-from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 from kv_fakes import EPOCH, FAST, FINGERPRINT, LAYOUT, FakePool, memfds_mapped, until
+from kv_processes import PATIENCE_S, HolderProcess, digest, holder_process
 
 from common.errors import EpochMismatch, HandoverError, KVExpired
-from common.rpc import kv_pb2
 from kvtransfer.handle import KVHandle
 from kvtransfer.reader import KVReader
 
-SCRIPT = Path(__file__).with_name("kv_holder_process.py")
 PAIRS = [(3, 0), (4, 1), (9, 5)]
-PATIENCE_S = 30
-
-
-class HolderProcess:
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
-        self.port = 0
-        self.digests: list[str] = []
-
-    async def answer(self):
-        line = await asyncio.wait_for(self.process.stdout.readline(), PATIENCE_S)
-        return json.loads(line)
-
-    async def ask(self, line: str):
-        self.process.stdin.write(line.encode() + b"\n")
-        return await self.answer()
-
-    async def hold(self, *block_ids: int) -> KVHandle:
-        data = await self.ask("hold " + " ".join(map(str, block_ids or (3, 4, 9))))
-        return KVHandle.from_proto(kv_pb2.KVHandle.FromString(bytes.fromhex(data)))
-
-    async def kill(self) -> None:
-        self.process.kill()
-        await asyncio.wait_for(self.process.wait(), PATIENCE_S)
-
-
-@asynccontextmanager
-async def holder_process(*, port: int = 0, epoch: int = EPOCH, lease_s: float = FAST.lease_s, kind: str = "fake"):
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        SCRIPT,
-        str(port),
-        str(epoch),
-        str(lease_s),
-        kind,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    holder = HolderProcess(process)
-    try:
-        hello = await holder.answer()
-        holder.port, holder.digests = hello["port"], hello["blocks"]
-        yield holder
-    finally:
-        if process.returncode is None:
-            process.send_signal(signal.SIGCONT)
-            await holder.kill()
 
 
 @pytest.fixture
@@ -92,10 +37,6 @@ def uint8():
     return torch.uint8
 
 
-def digest(block: bytes) -> str:
-    return hashlib.sha256(block).hexdigest()
-
-
 async def test_blocks_arrive_byte_for_byte_and_the_holder_is_free_again(reader, pool):
     async with holder_process() as holder:
         for _ in range(2):
@@ -114,7 +55,7 @@ async def test_the_engines_own_pools_hand_over_byte_for_byte():
     pool = KVPool(LAYOUT, 16, shared=False)
     reader = KVReader(pool, LAYOUT, FINGERPRINT, FAST, time.monotonic)
     size = LAYOUT.block_bytes
-    async with holder_process(kind="real") as holder:
+    async with holder_process(kind="shared") as holder:
         async with reader.claimed(await holder.hold()) as claim:
             assert (await claim.pull(PAIRS)).bytes == 3 * size
             await claim.release()
@@ -175,7 +116,7 @@ async def test_a_frozen_holder_is_noticed_by_the_deadline(reader):
         handle = await holder.hold()
         async with reader.claimed(handle) as claim:
             await claim.pull(PAIRS)
-            os.kill(holder.process.pid, signal.SIGSTOP)
+            holder.freeze()
             with pytest.raises(KVExpired):
                 await claim.release()
         await until(lambda: reader.num_connections == 0)

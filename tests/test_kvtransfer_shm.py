@@ -6,13 +6,12 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_fakes import FakePool, memfds_mapped, until
+from kv_fakes import BlockedCopy, FakePool, memfds_mapped, until
 
 from common.errors import HandoverError, TransportUnavailable
 from kvtransfer import shm
@@ -234,20 +233,6 @@ async def test_the_holders_memory_cannot_be_written_and_is_let_go(executor, sour
     reader.close()
     reader.close()
     assert (memfds_mapped(), open_fds()) == (before, fds)
-
-
-class BlockedCopy:
-    """A progress callback that holds the copy thread at its first slice."""
-
-    def __init__(self) -> None:
-        self.reached, self.go = threading.Event(), threading.Event()
-        self.last = 0
-
-    def __call__(self, done: int) -> None:
-        self.last = done
-        if done:
-            self.reached.set()
-            assert self.go.wait(10)
 
 
 @pytest.mark.parametrize("cancellations", [1, 3])

@@ -4,7 +4,7 @@ import pytest
 from kv_fakes import FakePool, GateHolder
 
 from common.errors import ConfigError, TransportUnavailable
-from kvtransfer.shm import TRANSPORT, ShmHolder
+from kvtransfer.shm import TRANSPORT
 from kvtransfer.transport import MODULES, Transport, choose, holders
 
 
@@ -28,6 +28,12 @@ def test_a_list_of_names_is_taken_once_each(setting):
     assert choose(setting) == (TRANSPORT,)
 
 
+@pytest.mark.parametrize("setting", ["shm,grpc", "grpc,shm", "grpc, shm,grpc"])
+def test_a_list_of_names_is_in_the_order_of_preference(setting):
+    names = [transport.name for transport in choose(setting)]
+    assert names == list(dict.fromkeys(name.strip() for name in setting.split(",")))
+
+
 @pytest.mark.parametrize("setting", ["", "pigeon", "shm,", "shm,pigeon", "auto,shm", "SHM"])
 def test_an_unknown_name_is_a_config_error(setting):
     with pytest.raises(ConfigError) as caught:
@@ -47,8 +53,8 @@ def test_no_usable_transport_is_an_error_that_says_why():
         holders([TRANSPORT], UnsharedPool())
 
 
-def test_a_shared_pool_is_offered_by_shm():
+def test_a_shared_pool_is_offered_by_all_and_another_by_grpc_alone():
     pool = FakePool(2)
-    [holder] = holders(choose(), pool)
-    assert isinstance(holder, ShmHolder)
+    assert [holder.name for holder in holders(choose(), pool)] == list(MODULES)
+    assert [holder.name for holder in holders(choose(), UnsharedPool())] == ["grpc"]
     pool.close()

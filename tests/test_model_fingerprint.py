@@ -80,7 +80,7 @@ def test_a_missing_file_is_named(name: str, tmp_path: Path):
     "change",
     [
         {"model": "n"}, {"dtype": "float32"}, {"kv_dtype": "float32"}, {"layout_id": "k"}, {"block_size": 32},
-        {"hash_scheme": "other"}, {"wire_version": 2},
+        {"hash_scheme": "other"}, {"wire_version": 1},
     ],
     ids=str,
 )  # fmt: skip

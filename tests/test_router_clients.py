@@ -233,6 +233,24 @@ async def test_health_follows_the_heartbeats() -> None:
         assert pair.fake.num_streams == 1
 
 
+async def test_a_worker_that_is_stuck_gets_nothing_until_it_is_not() -> None:
+    async with a_pair() as pair:
+        pair.fake.load = types_pb2.Load(stuck=True)
+        await eventually(lambda: not pair.client.healthy)
+        assert pair.client.connected
+        pair.fake.load = types_pb2.Load()
+        await eventually(lambda: pair.client.healthy)
+
+
+async def test_a_worker_that_drains_is_draining_from_then_on() -> None:
+    async with a_pair() as pair:
+        pair.fake.load = types_pb2.Load(draining=True)
+        await eventually(lambda: pair.client.draining)
+        pair.fake.load = types_pb2.Load()
+        await asyncio.sleep(0.1)
+        assert pair.client.draining
+
+
 async def test_patience_ends_only_with_a_worker_that_gets_nothing_done(monkeypatch: pytest.MonkeyPatch) -> None:
     async with a_pair() as pair:
         pair.fake.scripts = [silent]

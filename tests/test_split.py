@@ -4,23 +4,18 @@ In bfloat16 as well as in float32: the reference operations give a row the same 
 """
 
 import asyncio
-import functools
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
-import torch
 from checkpoints import make_random_checkpoint
 from local_cluster import LocalCluster, local_cluster
+from recompute import Recompute, prompt
 from redis_process import RedisServer
 
 from common.block_hash import BLOCK_SIZE
-from common.config import Bytes, EngineConfig
-from common.engine.batch import Batch, ScheduledChunk
-from common.engine.build import BuiltEngine, build_engine
-from common.engine.sampler import Sampler
-from common.engine.sequence import SamplingParams, Sequence
+from common.engine.sequence import SamplingParams
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 pytest_plugins = ("redis_fixture",)
@@ -57,40 +52,8 @@ async def all_free(cluster: LocalCluster) -> AsyncIterator[None]:
 
 
 @pytest.fixture
-def recompute(model: Path, cluster: LocalCluster) -> "Recompute":
+def recompute(model: Path, cluster: LocalCluster) -> Recompute:
     return Recompute.of(model, cluster.local[0].worker.built.layout.dtype)
-
-
-class Recompute:
-    """The reference: every token from a forward pass over the whole sequence, alone, on an empty pool."""
-
-    @classmethod
-    @functools.cache
-    def of(cls, model: Path, dtype: str) -> "Recompute":
-        return cls(model, dtype)
-
-    def __init__(self, model: Path, dtype: str) -> None:
-        settings = EngineConfig(model=str(model), dtype=dtype, max_model_len=512, kv_cache_memory=Bytes(2**22))
-        self.built: BuiltEngine = build_engine(
-            settings, max_num_batched_tokens=512, shared_pool=False, clock=lambda: 0.0
-        )
-        self.runner = self.built.engine._runner
-        self.sampler = Sampler(self.built.engine.config.eos_token_ids)
-
-    def __call__(self, prompt_ids: list[int], params: SamplingParams, fork: int = 0) -> list[int]:
-        sequence = Sequence("reference", list(prompt_ids), len(prompt_ids), params, (fork,))
-        for _ in range(params.max_tokens):
-            blocks = tuple(range(-(-sequence.num_tokens // BLOCK_SIZE)))
-            batch = Batch((ScheduledChunk(sequence, 0, tuple(sequence.token_ids), blocks, samples=True),))
-            [[sample]] = self.sampler(self.runner.forward(batch), batch)
-            sequence.token_ids.append(sample.token_id)
-        return sequence.output_ids
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    """Token ids of the random model's vocabulary; a shorter prompt is a prefix of a longer one."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, 250, (1024,), generator=generator)[:length].tolist()
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])

@@ -15,6 +15,7 @@ class ScheduledChunk:
     token_ids: tuple[int, ...]
     block_ids: tuple[int, ...]  # cover positions 0 .. start + len(token_ids) - 1
     samples: bool  # the last token's logits decide the sequence's next token(s)
+    scored: range = range(0)  # of token_ids: their logits give the prompt tokens behind them log-probabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,15 @@ class Sample:
 
     token_id: int
     logprobs: tuple[Logprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Log-probabilities of prompt tokens from position `first` on, for each the token's own and the top k."""
+
+    sequence: Sequence
+    first: int
+    logprobs: tuple[tuple[Logprob, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +86,7 @@ class StepOutput:
     tokens: tuple[TokenOutput, ...] = ()
     parked: tuple[tuple[Sequence, tuple[int, ...]], ...] = ()
     progress: tuple[tuple[Sequence, int], ...] = ()  # computed tokens of sequences that are not sampling yet
+    scores: tuple[PromptScores, ...] = ()
     failed: tuple[tuple[Sequence, KVRelayError], ...] = ()
     load: EngineLoad = EngineLoad()
     stored: tuple[bytes, ...] = ()  # block hashes that entered the prefix cache

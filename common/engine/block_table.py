@@ -23,8 +23,13 @@ class BlockTables:
             sequence.block_hashes += block_hashes(parent, rest, self.block_size)
 
     def find_prefix(self, sequence: Sequence) -> None:
-        """Takes cached blocks for a waiting sequence; the last token is always computed, for its logits."""
+        """Takes cached blocks for a waiting sequence; the last token is always computed, for its logits.
+
+        Where log-probabilities of the prompt are still to come, all are computed, as in vLLM.
+        """
         self.extend_hashes(sequence)
+        if sequence.num_unscored_tokens:
+            return
         sequence.block_ids = self.pool.match(sequence.block_hashes[: (sequence.num_tokens - 1) // self.block_size])
         sequence.num_computed_tokens = len(sequence.block_ids) * self.block_size
 

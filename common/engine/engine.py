@@ -12,6 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from common.engine.batch import Batch, EngineLoad, Sample, StepOutput
+from common.engine.sampler import take_scores
 from common.engine.scheduler import Reservation, Scheduler
 from common.engine.sequence import Sequence
 from common.errors import ContextLengthExceeded, EngineFailure, InvalidRequest
@@ -19,7 +20,7 @@ from common.errors import ContextLengthExceeded, EngineFailure, InvalidRequest
 
 class Runner(Protocol):
     def forward(self, batch: Batch) -> Tensor:
-        """Logits [sampling chunks, vocab], float32; KV of all chunks is written."""
+        """Logits [rows, vocab], float32: of each chunk those scored, then the last if it samples. All KV is written."""
         ...
 
 
@@ -130,11 +131,12 @@ class Engine:
     def finish(self, batch: Batch, begun_s: float) -> StepOutput:
         """Computes what was begun, and takes it in; sequences may come and go meanwhile."""
         try:
-            samples = self._sampler(self._runner.forward(batch), batch)
+            logits, scores = take_scores(self._runner.forward(batch), batch)
+            samples = self._sampler(logits, batch)
         except Exception as error:  # whatever a kernel raises concerns this batch only
             with self._changed:
                 output = self._scheduler.fail(batch, EngineFailure(f"forward pass failed: {error}"))
         else:
             with self._changed:
-                output = self._scheduler.update(batch, samples)
+                output = self._scheduler.update(batch, samples, scores)
         return replace(output, step_s=self._clock() - begun_s)

@@ -16,6 +16,7 @@ class SchedulerConfig:
     max_model_len: int = 2048
     eos_token_ids: tuple[int, ...] = ()
     block_size: int = BLOCK_SIZE
+    max_scored_tokens: int = 128  # prompt tokens a step gives log-probabilities: each is a row of logits in memory
 
     def __post_init__(self) -> None:
         # else running sequences of one token each could keep a prompt from ever being computed

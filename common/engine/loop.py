@@ -17,7 +17,7 @@ class EngineLoop:
     """
 
     def __init__(
-        self, engine: Engine, on_output: Callable[[StepOutput], object], on_death: Callable[[BaseException], None]
+        self, engine: Engine, on_output: Callable[[StepOutput], object], on_death: Callable[[BaseException], object]
     ) -> None:
         self._engine = engine
         self._on_output = on_output

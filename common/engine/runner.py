@@ -20,7 +20,7 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Float32 logits [chunks that sample, vocab], in the order of those chunks."""
+        """Float32 logits [rows, vocab]: chunk by chunk its scored rows, then its last one if it samples."""
         self._pool.copy_blocks(batch.copies)
         if not batch.chunks:
             return torch.empty(0, self._decoder.config.vocab_size)
@@ -46,7 +46,11 @@ def step_input(batch: Batch) -> StepInput:
     token_blocks = [
         chunk.block_ids[(chunk.start + i) // BLOCK_SIZE] for chunk in chunks for i in range(len(chunk.token_ids))
     ]
-    sampled = [end - 1 for end, chunk in zip(row_starts[1:], chunks, strict=True) if chunk.samples]
+    rows = [
+        row
+        for start, end, chunk in zip(row_starts, row_starts[1:], chunks, strict=False)
+        for row in (*(start + i for i in chunk.scored), *((end - 1,) if chunk.samples else ()))
+    ]
     contexts = [chunk.start + len(chunk.token_ids) for chunk in chunks]
     longest = -(-max(contexts) // BLOCK_SIZE)
     used = [chunk.block_ids[: -(-context // BLOCK_SIZE)] for chunk, context in zip(chunks, contexts, strict=True)]
@@ -58,5 +62,5 @@ def step_input(batch: Batch) -> StepInput:
         row_starts=row_starts,
         contexts=tuple(contexts),
         block_tables=torch.tensor(tables),
-        sample_rows=torch.tensor(sampled, dtype=torch.int64),
+        sample_rows=torch.tensor(rows, dtype=torch.int64),
     )

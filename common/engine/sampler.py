@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.engine.batch import Batch, Logprob, Sample
+from common.engine.batch import Batch, Logprob, PromptScores, Sample
 from common.engine.sequence import SamplingParams, Sequence, fork_seed
 
 
@@ -32,6 +32,8 @@ def adjust(logits: Tensor, params: SamplingParams, sequence: Sequence, eos_token
     if plain(params, sequence):
         return logits
     logits = logits.clone()
+    if params.bad_words:
+        logits[_ends_of_bad_words(params, sequence)] = -torch.inf
     if sequence.num_output_tokens < params.min_tokens:
         logits[[*eos_token_ids, *params.stop_token_ids]] = -torch.inf
     if params.logit_bias:
@@ -49,11 +51,22 @@ def adjust(logits: Tensor, params: SamplingParams, sequence: Sequence, eos_token
     return logits
 
 
+def _ends_of_bad_words(params: SamplingParams, sequence: Sequence) -> list[int]:
+    """Tokens that would now complete a bad word within the output."""
+
+    def begun(prefix: tuple[int, ...]) -> bool:
+        start = max(sequence.num_tokens - len(prefix), sequence.num_prompt_tokens)
+        return tuple(sequence.token_ids[start:]) == prefix
+
+    return [word[-1] for word in params.bad_words if begun(word[:-1])]
+
+
 def plain(params: SamplingParams, sequence: Sequence) -> bool:
     """Whether the model's logits decide alone, before temperature."""
     return (
         sequence.num_output_tokens >= params.min_tokens
         and not params.logit_bias
+        and not params.bad_words
         and params.repetition_penalty == 1.0
         and not params.frequency_penalty
         and not params.presence_penalty
@@ -86,6 +99,32 @@ def logprobs_of(logits: Tensor, token_id: int, count: int) -> tuple[Logprob, ...
         top, ids = values.topk(min(count, len(values)))
         result += [Logprob(i, v, rank + 1) for rank, (i, v) in enumerate(zip(ids.tolist(), top.tolist(), strict=True))]
     return tuple(result)
+
+
+def take_scores(logits: Tensor, batch: Batch) -> tuple[Tensor, tuple[PromptScores, ...]]:
+    """Divides a forward pass's rows: logits [sampling chunks, vocab], and what the scored rows say."""
+    if not any(chunk.scored for chunk in batch.chunks):
+        return logits, ()
+    sampled: list[int] = []
+    scores: list[PromptScores] = []
+    row = 0
+    for chunk in batch.chunks:
+        sequence, first, count = chunk.sequence, chunk.start + chunk.scored.start + 1, len(chunk.scored)
+        if chunk.scored:
+            rows = zip(logits[row : row + count], sequence.token_ids[first : first + count], strict=True)
+            top = sequence.params.prompt_logprobs or 0
+            scores.append(PromptScores(sequence, first, tuple(_finite_logprobs(one, token, top) for one, token in rows)))
+        row += count
+        if chunk.samples:
+            sampled.append(row)
+            row += 1
+    return logits[sampled], tuple(scores)
+
+
+def _finite_logprobs(logits: Tensor, token_id: int, count: int) -> tuple[Logprob, ...]:
+    if not logits.max().isfinite():
+        raise ValueError("the model gave logits that are not finite")
+    return logprobs_of(logits, token_id, count)
 
 
 class Sampler:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Sequenced
 from dataclasses import dataclass, replace
 
-from common.engine.batch import Batch, EngineLoad, Sample, ScheduledChunk, StepOutput, TokenOutput
+from common.engine.batch import Batch, EngineLoad, PromptScores, Sample, ScheduledChunk, StepOutput, TokenOutput
 from common.engine.block_pool import BlockPool
 from common.engine.block_table import BlockTables
 from common.engine.limits import SchedulerConfig, finish
@@ -118,28 +118,35 @@ class Scheduler:
         copies: dict[Sequence, tuple[int, int]] = {}
         preempted: set[Sequence] = set()
         budget = self.config.max_num_batched_tokens
+        scorable = self.config.max_scored_tokens
         self._stuck = None
 
         def preempt(victim: Sequence) -> None:
-            nonlocal budget
-            chunk = chunks.pop(victim, None)
-            budget += len(chunk.token_ids) if chunk else 0
+            nonlocal budget, scorable
+            if chunk := chunks.pop(victim, None):
+                budget += len(chunk.token_ids)
+                scorable += len(chunk.scored)
             self._end_copies([copies.pop(victim)] if victim in copies else [])
             preempted.add(victim)
             self._preempt(victim)
             self._stuck = victim
 
         def take(sequence: Sequence, *, may_preempt: bool) -> None:
-            nonlocal budget
+            nonlocal budget, scorable
             count = min(self._gap(sequence), budget)
+            if sequence.num_unscored_tokens:
+                count = min(count, scorable + max(0, sequence.num_scored_tokens - sequence.num_computed_tokens))
+                if not count:
+                    return
             while not self.tables.make_room(sequence, count, copies):
                 victim = self.running[-1] if may_preempt else sequence
                 if victim is sequence:  # it keeps what it has and waits: all that run came before it
                     self._stuck = sequence
                     return
                 preempt(victim)
-            chunks[sequence] = self._chunk(sequence, count)
+            chunks[sequence] = chunk = self._chunk(sequence, count)
             budget -= count
+            scorable -= len(chunk.scored)
 
         for sequence in sorted(self.running, key=lambda s: (self._gap(s) > 1, s.arrival)):
             if budget > 0 and sequence not in preempted:
@@ -162,7 +169,9 @@ class Scheduler:
             sequence.in_flight = True
         return Batch(tuple(chunks.values()), tuple(copies.values()))
 
-    def update(self, batch: Batch, samples: Sequenced[Sequenced[Sample]]) -> StepOutput:
+    def update(
+        self, batch: Batch, samples: Sequenced[Sequenced[Sample]], scores: tuple[PromptScores, ...] = ()
+    ) -> StepOutput:
         """Takes in a computed step; `samples` has, for each sampling chunk in order, a sample a fork."""
         tokens: list[TokenOutput] = []
         parked: list[tuple[Sequence, tuple[int, ...]]] = []
@@ -178,6 +187,7 @@ class Scheduler:
                 continue
             before = sequence.num_computed_tokens
             sequence.num_computed_tokens += len(chunk.token_ids)
+            sequence.num_scored_tokens += len(chunk.scored)
             self.tables.publish(sequence, before)
             if not chunk.samples:
                 progress.append((sequence, sequence.num_computed_tokens))
@@ -189,7 +199,8 @@ class Scheduler:
                 parked.append((sequence, tuple(sequence.block_ids)))
                 sequence.block_ids = []
         self.running.sort(key=lambda s: s.arrival)  # forks go beside the sequence they come from
-        return self._output(tuple(tokens), tuple(parked), tuple(progress), batch.num_tokens)
+        output = self._output(tuple(tokens), tuple(parked), tuple(progress), batch.num_tokens)
+        return replace(output, scores=scores)
 
     def fail(self, batch: Batch, error: KVRelayError) -> StepOutput:
         """The step could not be computed: its sequences are gone."""
@@ -294,12 +305,14 @@ class Scheduler:
     def _chunk(self, sequence: Sequence, count: int) -> ScheduledChunk:
         start = sequence.num_computed_tokens
         end = start + count
+        unscored_end = min(end, sequence.num_scored_tokens + sequence.num_unscored_tokens)
         return ScheduledChunk(
             sequence,
             start,
             tuple(sequence.token_ids[start:end]),
             tuple(sequence.block_ids),
             samples=end == sequence.num_tokens,
+            scored=range(max(0, sequence.num_scored_tokens - start), unscored_end - start),
         )
 
     def _preempt(self, victim: Sequence) -> None:

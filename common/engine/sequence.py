@@ -34,6 +34,8 @@ class SamplingParams:
     logprobs: int | None = None  # k: the chosen token's and the top k
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the output never has
+    prompt_logprobs: int | None = None  # k: each prompt token's and the top k at its place
 
     @property
     def greedy(self) -> bool:
@@ -57,8 +59,9 @@ class SamplingParams:
         check("frequency_penalty", lambda v: -2 <= v <= 2, "in [-2, 2]")
         check("repetition_penalty", lambda v: 0 < v <= 1e4, "a finite number above 0")
         check("seed", lambda v: 0 <= v < 2**64, "a 64-bit unsigned number")
-        if self.logprobs is not None:
-            check("logprobs", lambda v: 0 <= v <= max_logprobs, f"between 0 and {max_logprobs}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                check(name, lambda v: 0 <= v <= max_logprobs, f"between 0 and {max_logprobs}")
         for token_id, bias in self.logit_bias:
             if not 0 <= token_id < vocab_size:
                 raise InvalidRequest(
@@ -71,6 +74,11 @@ class SamplingParams:
                 raise InvalidRequest(
                     f"stop_token_ids names token {token_id}, beyond {vocab_size} tokens", field="stop_token_ids"
                 )
+        for word in self.bad_words:
+            if not word or not all(0 <= token_id < vocab_size for token_id in word):
+                raise InvalidRequest(f"bad_words must be of 1 or more of {vocab_size} tokens", field="bad_words")
+        if self.bad_words and 2 * (len(self.bad_words) + len(set(self.stop_token_ids))) > vocab_size:
+            raise InvalidRequest("bad_words and stop_token_ids leave too few tokens to draw", field="bad_words")
 
 
 def fork_seed(seed: int, index: int) -> int:
@@ -99,6 +107,7 @@ class Sequence:
 
     num_computed_tokens: int = 0
     num_cached_tokens: int | None = None  # found in the prefix cache when it first ran; None until then
+    num_scored_tokens: int = 0  # of the prompt behind its first token, whose log-probabilities are out
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks, as far as tokens go
     arrival: int = 0  # order of arrival in its engine, kept over preemptions
@@ -114,6 +123,12 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_unscored_tokens(self) -> int:
+        """Prompt tokens whose log-probabilities are asked for and still to come."""
+        wanted = self.params.prompt_logprobs is not None
+        return self.num_prompt_tokens - 1 - self.num_scored_tokens if wanted else 0
 
     @property
     def prompt_ids(self) -> list[int]:

@@ -63,17 +63,19 @@ class StepTokens(_message.Message):
     def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceTokens, _Mapping]]] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
-    __slots__ = ("welcome", "accepted", "admitted", "step", "failed", "load")
+    __slots__ = ("welcome", "accepted", "admitted", "step", "failed", "prompt_logprobs", "load")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     welcome: _types_pb2.Welcome
     accepted: _types_pb2.Accepted
     admitted: Admitted
     step: StepTokens
     failed: _types_pb2.Failed
+    prompt_logprobs: _types_pb2.PromptLogprobs
     load: _types_pb2.Load
-    def __init__(self, welcome: _Optional[_Union[_types_pb2.Welcome, _Mapping]] = ..., accepted: _Optional[_Union[_types_pb2.Accepted, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., step: _Optional[_Union[StepTokens, _Mapping]] = ..., failed: _Optional[_Union[_types_pb2.Failed, _Mapping]] = ..., load: _Optional[_Union[_types_pb2.Load, _Mapping]] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[_types_pb2.Welcome, _Mapping]] = ..., accepted: _Optional[_Union[_types_pb2.Accepted, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., step: _Optional[_Union[StepTokens, _Mapping]] = ..., failed: _Optional[_Union[_types_pb2.Failed, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_types_pb2.PromptLogprobs, _Mapping]] = ..., load: _Optional[_Union[_types_pb2.Load, _Mapping]] = ...) -> None: ...

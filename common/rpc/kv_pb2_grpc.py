@@ -54,6 +54,11 @@ class KVStub:
                 request_serializer=common_dot_rpc_dot_kv__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=common_dot_rpc_dot_kv__pb2.ReleaseReply.FromString,
                 _registered_method=True)
+        self.Pull = channel.unary_stream(
+                '/kvrelay.v1.KV/Pull',
+                request_serializer=common_dot_rpc_dot_kv__pb2.PullRequest.SerializeToString,
+                response_deserializer=common_dot_rpc_dot_kv__pb2.Frame.FromString,
+                _registered_method=True)
 
 
 class KVServicer:
@@ -83,6 +88,12 @@ class KVServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pull(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KVServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -105,6 +116,11 @@ def add_KVServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=common_dot_rpc_dot_kv__pb2.ReleaseRequest.FromString,
                     response_serializer=common_dot_rpc_dot_kv__pb2.ReleaseReply.SerializeToString,
+            ),
+            'Pull': grpc.unary_stream_rpc_method_handler(
+                    servicer.Pull,
+                    request_deserializer=common_dot_rpc_dot_kv__pb2.PullRequest.FromString,
+                    response_serializer=common_dot_rpc_dot_kv__pb2.Frame.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -215,6 +231,33 @@ class KV:
             '/kvrelay.v1.KV/Release',
             common_dot_rpc_dot_kv__pb2.ReleaseRequest.SerializeToString,
             common_dot_rpc_dot_kv__pb2.ReleaseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pull(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvrelay.v1.KV/Pull',
+            common_dot_rpc_dot_kv__pb2.PullRequest.SerializeToString,
+            common_dot_rpc_dot_kv__pb2.Frame.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,17 +45,19 @@ class FirstTokens(_message.Message):
     def __init__(self, key: _Optional[_Union[_types_pb2.AttemptKey, _Mapping]] = ..., tokens: _Optional[_Iterable[_Union[_types_pb2.Token, _Mapping]]] = ..., handle: _Optional[_Union[_kv_pb2.KVHandle, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ...) -> None: ...
 
 class PrefillEvent(_message.Message):
-    __slots__ = ("welcome", "accepted", "progress", "first_tokens", "failed", "load")
+    __slots__ = ("welcome", "accepted", "progress", "first_tokens", "failed", "prompt_logprobs", "load")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     welcome: _types_pb2.Welcome
     accepted: _types_pb2.Accepted
     progress: Progress
     first_tokens: FirstTokens
     failed: _types_pb2.Failed
+    prompt_logprobs: _types_pb2.PromptLogprobs
     load: _types_pb2.Load
-    def __init__(self, welcome: _Optional[_Union[_types_pb2.Welcome, _Mapping]] = ..., accepted: _Optional[_Union[_types_pb2.Accepted, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., first_tokens: _Optional[_Union[FirstTokens, _Mapping]] = ..., failed: _Optional[_Union[_types_pb2.Failed, _Mapping]] = ..., load: _Optional[_Union[_types_pb2.Load, _Mapping]] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[_types_pb2.Welcome, _Mapping]] = ..., accepted: _Optional[_Union[_types_pb2.Accepted, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., first_tokens: _Optional[_Union[FirstTokens, _Mapping]] = ..., failed: _Optional[_Union[_types_pb2.Failed, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_types_pb2.PromptLogprobs, _Mapping]] = ..., load: _Optional[_Union[_types_pb2.Load, _Mapping]] = ...) -> None: ...

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x63ommon/rpc/types.proto\x12\nkvrelay.v1\"1\n\nAttemptKey\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x01\"\xd4\x02\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_p\x18\x04 \x01(\x01\x12\r\n\x05top_k\x18\x05 \x01(\x05\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\t \x01(\x01\x12\x0c\n\x04seed\x18\n \x01(\x06\x12)\n\nlogit_bias\x18\x0b \x03(\x0b\x32\x15.kvrelay.v1.LogitBias\x12\x15\n\x08logprobs\x18\x0c \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x42\x0b\n\t_logprobs\")\n\x04\x46ork\x12\r\n\x05index\x18\x01 \x01(\r\x12\x12\n\noutput_ids\x18\x02 \x03(\r\"\xca\x01\n\nSubmission\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.kvrelay.v1.AttemptKey\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x12\n\nprompt_ids\x18\x04 \x03(\r\x12\x1f\n\x05\x66orks\x18\x05 \x03(\x0b\x32\x10.kvrelay.v1.Fork\x12*\n\x06params\x18\x06 \x01(\x0b\x32\x1a.kvrelay.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x07 \x01(\t\":\n\x07Logprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\"\xa2\x01\n\x05Token\x12\x0c\n\x04\x66ork\x18\x01 \x01(\r\x12\r\n\x05index\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12%\n\x08logprobs\x18\x04 \x03(\x0b\x32\x13.kvrelay.v1.Logprob\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12\x1a\n\rstop_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_stop_token_id\"5\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\"\xab\x01\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x03 \x01(\x04\x12\x14\n\x0ctotal_blocks\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x13\n\x0bheld_blocks\x18\x06 \x01(\r\x12\x17\n\x0freserved_blocks\x18\x07 \x01(\r\x12\x10\n\x08progress\x18\x08 \x01(\x04\"\x1a\n\x05Hello\x12\x11\n\trouter_id\x18\x01 \x01(\t\"M\n\x07Welcome\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x1e\n\x04load\x18\x03 \x01(\x0b\x32\x10.kvrelay.v1.Load\";\n\x05\x41\x62ort\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.kvrelay.v1.AttemptKey\x12\r\n\x05\x66orks\x18\x02 \x03(\r\"/\n\x08\x41\x63\x63\x65pted\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.kvrelay.v1.AttemptKey\"O\n\x06\x46\x61iled\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.kvrelay.v1.AttemptKey\x12 \n\x05\x65rror\x18\x02 \x01(\x0b\x32\x11.kvrelay.v1.Errorb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x63ommon/rpc/types.proto\x12\nkvrelay.v1\"1\n\nAttemptKey\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"+\n\tLogitBias\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x01\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xaf\x03\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_p\x18\x04 \x01(\x01\x12\r\n\x05top_k\x18\x05 \x01(\x05\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\t \x01(\x01\x12\x0c\n\x04seed\x18\n \x01(\x06\x12)\n\nlogit_bias\x18\x0b \x03(\x0b\x32\x15.kvrelay.v1.LogitBias\x12\x15\n\x08logprobs\x18\x0c \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\'\n\tbad_words\x18\x0f \x03(\x0b\x32\x14.kvrelay.v1.TokenIds\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\rH\x01\x88\x01\x01\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\")\n\x04\x46ork\x12\r\n\x05index\x18\x01 \x01(\r\x12\x12\n\noutput_ids\x18\x02 \x03(\r\"\xca\x01\n\nSubmission\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.kvrelay.v1.AttemptKey\x12\r\n\x05\x65poch\x18\x02 \x01(\x06\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x12\n\nprompt_ids\x18\x04 \x03(\r\x12\x1f\n\x05\x66orks\x18\x05 \x03(\x0b\x32\x10.kvrelay.v1.Fork\x12*\n\x06params\x18\x06 \x01(\x0b\x32\x1a.kvrelay.v1.SamplingParams\x12\x12\n\ncache_salt\x18\x07 \x01(\t\":\n\x07Logprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x0c\n\x04rank\x18\x03 \x01(\r\"o\n\x0ePromptLogprobs\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.kvrelay.v1.AttemptKey\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12)\n\x06tokens\x18\x03 \x03(\x0b\x32\x19.kvrelay.v1.TokenLogprobs\"6\n\rTokenLogprobs\x12%\n\x08logprobs\x18\x01 \x03(\x0b\x32\x13.kvrelay.v1.Logprob\"\xa2\x01\n\x05Token\x12\x0c\n\x04\x66ork\x18\x01 \x01(\r\x12\r\n\x05index\x18\x02 \x01(\r\x12\x10\n\x08token_id\x18\x03 \x01(\r\x12%\n\x08logprobs\x18\x04 \x03(\x0b\x32\x13.kvrelay.v1.Logprob\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12\x1a\n\rstop_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_stop_token_id\"5\n\x05\x45rror\x12\x0c\n\x04\x63ode\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\"\xcc\x01\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x03 \x01(\x04\x12\x14\n\x0ctotal_blocks\x18\x04 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x05 \x01(\r\x12\x13\n\x0bheld_blocks\x18\x06 \x01(\r\x12\x17\n\x0freserved_blocks\x18\x07 \x01(\r\x12\x10\n\x08progress\x18\x08 \x01(\x04\x12\x10\n\x08\x64raining\x18\t \x01(\x08\x12\r\n\x05stuck\x18\n \x01(\x08\"\x1a\n\x05Hello\x12\x11\n\trouter_id\x18\x01 \x01(\t\"M\n\x07Welcome\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x1e\n\x04load\x18\x03 \x01(\x0b\x32\x10.kvrelay.v1.Load\";\n\x05\x41\x62ort\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.kvrelay.v1.AttemptKey\x12\r\n\x05\x66orks\x18\x02 \x03(\r\"/\n\x08\x41\x63\x63\x65pted\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.kvrelay.v1.AttemptKey\"O\n\x06\x46\x61iled\x12#\n\x03key\x18\x01 \x01(\x0b\x32\x16.kvrelay.v1.AttemptKey\x12 \n\x05\x65rror\x18\x02 \x01(\x0b\x32\x11.kvrelay.v1.Errorb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,28 +35,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ATTEMPTKEY']._serialized_end=87
   _globals['_LOGITBIAS']._serialized_start=89
   _globals['_LOGITBIAS']._serialized_end=132
-  _globals['_SAMPLINGPARAMS']._serialized_start=135
-  _globals['_SAMPLINGPARAMS']._serialized_end=475
-  _globals['_FORK']._serialized_start=477
-  _globals['_FORK']._serialized_end=518
-  _globals['_SUBMISSION']._serialized_start=521
-  _globals['_SUBMISSION']._serialized_end=723
-  _globals['_LOGPROB']._serialized_start=725
-  _globals['_LOGPROB']._serialized_end=783
-  _globals['_TOKEN']._serialized_start=786
-  _globals['_TOKEN']._serialized_end=948
-  _globals['_ERROR']._serialized_start=950
-  _globals['_ERROR']._serialized_end=1003
-  _globals['_LOAD']._serialized_start=1006
-  _globals['_LOAD']._serialized_end=1177
-  _globals['_HELLO']._serialized_start=1179
-  _globals['_HELLO']._serialized_end=1205
-  _globals['_WELCOME']._serialized_start=1207
-  _globals['_WELCOME']._serialized_end=1284
-  _globals['_ABORT']._serialized_start=1286
-  _globals['_ABORT']._serialized_end=1345
-  _globals['_ACCEPTED']._serialized_start=1347
-  _globals['_ACCEPTED']._serialized_end=1394
-  _globals['_FAILED']._serialized_start=1396
-  _globals['_FAILED']._serialized_end=1475
+  _globals['_TOKENIDS']._serialized_start=134
+  _globals['_TOKENIDS']._serialized_end=157
+  _globals['_SAMPLINGPARAMS']._serialized_start=160
+  _globals['_SAMPLINGPARAMS']._serialized_end=591
+  _globals['_FORK']._serialized_start=593
+  _globals['_FORK']._serialized_end=634
+  _globals['_SUBMISSION']._serialized_start=637
+  _globals['_SUBMISSION']._serialized_end=839
+  _globals['_LOGPROB']._serialized_start=841
+  _globals['_LOGPROB']._serialized_end=899
+  _globals['_PROMPTLOGPROBS']._serialized_start=901
+  _globals['_PROMPTLOGPROBS']._serialized_end=1012
+  _globals['_TOKENLOGPROBS']._serialized_start=1014
+  _globals['_TOKENLOGPROBS']._serialized_end=1068
+  _globals['_TOKEN']._serialized_start=1071
+  _globals['_TOKEN']._serialized_end=1233
+  _globals['_ERROR']._serialized_start=1235
+  _globals['_ERROR']._serialized_end=1288
+  _globals['_LOAD']._serialized_start=1291
+  _globals['_LOAD']._serialized_end=1495
+  _globals['_HELLO']._serialized_start=1497
+  _globals['_HELLO']._serialized_end=1523
+  _globals['_WELCOME']._serialized_start=1525
+  _globals['_WELCOME']._serialized_end=1602
+  _globals['_ABORT']._serialized_start=1604
+  _globals['_ABORT']._serialized_end=1663
+  _globals['_ACCEPTED']._serialized_start=1665
+  _globals['_ACCEPTED']._serialized_end=1712
+  _globals['_FAILED']._serialized_start=1714
+  _globals['_FAILED']._serialized_end=1793
 # @@protoc_insertion_point(module_scope)

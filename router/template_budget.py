@@ -1,0 +1,141 @@
+"""What rendering a chat template may cost. A template comes with a model and may be hostile; the router must go on.
+
+The unit of work is about a step of the template or a few characters of text, a fraction of a microsecond. Whatever a
+template does charges its work before it is done, so nothing has to be interrupted and no clock is asked.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+from jinja2.utils import Namespace
+
+from common.errors import KVRelayError
+
+BASE = 100_000  # units for any conversation
+PER_UNIT_OF_INPUT = 64  # times that a template may pass over the conversation
+MOST = 50_000_000  # units, whatever the conversation: some seconds
+CHARS_A_UNIT = 4
+MAX_BITS = 4096  # of an integer
+MAX_PADDING = 999  # characters that a formatting width, a precision or an indent may make up
+
+Value = TypeVar("Value")
+
+
+class TooMuchWork(KVRelayError):
+    """The template asks for more work than any honest one needs."""
+
+
+class _Budget:
+    __slots__ = ("left",)
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+
+_current: ContextVar[_Budget] = ContextVar("template_budget")
+
+
+@contextmanager
+def budget_for(messages: Any) -> Iterator[None]:
+    """For one rendering of these messages."""
+    budget = _Budget(MOST)
+    token = _current.set(budget)
+    try:
+        charge_deep(messages)
+        budget.left = min(BASE + PER_UNIT_OF_INPUT * (MOST - budget.left), MOST)
+        yield
+    finally:
+        _current.reset(token)
+
+
+def charge(units: int) -> None:
+    """Raises TooMuchWork."""
+    budget = _current.get()
+    budget.left -= units
+    if budget.left < 0:
+        raise TooMuchWork("the chat template asks for too much work")
+
+
+def charge_text(chars: int) -> None:
+    charge(1 + chars // CHARS_A_UNIT)
+
+
+def step(value: Value) -> Value:
+    """One more turn of a loop."""
+    charge(1)
+    return value
+
+
+def charge_deep(value: Value) -> Value:
+    """For work on all that a value holds, however deep: a list that holds another one twice counts it twice."""
+    if isinstance(value, str):
+        charge_text(len(value))
+        return value
+    rest: list[Any] = [value]
+    while rest:
+        item = rest.pop()
+        charge(1)
+        if isinstance(item, str):
+            charge_text(len(item))
+        elif isinstance(item, range):
+            charge(len(item))
+        elif isinstance(item, Namespace):
+            rest.append(item._Namespace__attrs)
+        elif isinstance(item, Mapping):
+            rest.extend(item.keys())
+            rest.extend(item.values())
+        elif isinstance(item, Collection):
+            rest.extend(item)
+    return value
+
+
+def charge_shallow(value: Value) -> Value:
+    """For work on a text or on a container's items, not on what they hold."""
+    if isinstance(value, str):
+        charge_text(len(value))
+    else:
+        charge(1 + len(value) if isinstance(value, Collection) else 1)
+    return value
+
+
+def counted(value: Any) -> Any:
+    """An iterator of unknown length charges as it goes."""
+    return map(step, value) if isinstance(value, Iterator) else value
+
+
+def joined(pieces: Iterable[str]) -> str:
+    """All pieces as one text."""
+    taken = []
+    for piece in pieces:
+        charge_text(len(piece))
+        taken.append(piece)
+    return "".join(taken)
+
+
+def narrow(number: Any, what: str) -> None:
+    """Refuses a number of characters that nobody pads to."""
+    if isinstance(number, int) and number > MAX_PADDING:
+        raise TooMuchWork(f"the chat template asks for {what} of more than {MAX_PADDING}")
+
+
+def charge_product(operator: str, left: Any, right: Any) -> None:
+    """For `*` and `**`: numbers must stay small, a repeated text or list is charged at its full length."""
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() * max(right, 0) if operator == "**" else left.bit_length() + right.bit_length()
+        if bits > MAX_BITS:
+            raise TooMuchWork(f"the chat template makes an integer of more than {MAX_BITS} bits")
+        return
+    for repeated, times in ((left, right), (right, left)):
+        if isinstance(times, int) and times > 0:
+            _charge_times(repeated, times)
+
+
+def _charge_times(repeated: Any, times: int) -> None:
+    if isinstance(repeated, str):
+        charge_text(len(repeated) * times)
+    elif isinstance(repeated, Collection):
+        charge(len(repeated) * times)
+
+

@@ -1,0 +1,214 @@
+"""Proves with real workers that a holder lost at any point, or replaced, costs a resume, and that models never mix."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_random_checkpoint
+from local_cluster import LocalCluster, LocalWorker, local_cluster
+from recompute import Recompute, prompt
+from redis_process import RedisServer
+from redis_tools import eventually
+
+from common.deadlines import Deadlines
+from common.engine.sequence import SamplingParams
+from kvtransfer.claim import Claim, PullStats
+from kvtransfer.client import HolderClient
+from kvtransfer.holder import KVHolder
+from kvtransfer.lease import ROUTER
+from kvtransfer.reader import KVReader
+from router.context import Context
+
+pytest_plugins = ("redis_fixture",)
+PROMPT = prompt(70)
+SEEDED = SamplingParams(max_tokens=8, temperature=1.5, seed=21, ignore_eos=True, repetition_penalty=1.1)
+DEADLINES = Deadlines(heartbeat_s=0.05)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_random_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another model of the same shape."""
+    return make_random_checkpoint(tmp_path_factory.mktemp("other"), seed=1)
+
+
+class Deaths:
+    """The holder's server ends at the given point of the first hand-over; later ones are left alone."""
+
+    def __init__(self) -> None:
+        self.cluster: LocalCluster | None = None
+        self.dead: LocalWorker | None = None
+
+    async def die(self, address: str) -> None:
+        if self.dead is None:
+            assert self.cluster is not None
+            [self.dead] = [one for one in self.cluster.local if one.worker.info.address == address]
+            await self.dead.worker.server.stop()
+
+
+def before_claim(monkeypatch: pytest.MonkeyPatch, deaths: Deaths) -> None:
+    claimed = KVReader.claimed
+
+    @asynccontextmanager
+    async def late(reader: KVReader, handle: Any) -> AsyncIterator[Claim]:
+        await deaths.die(handle.address)
+        async with claimed(reader, handle) as claim:
+            yield claim
+
+    monkeypatch.setattr(KVReader, "claimed", late)
+
+
+def before_pull(monkeypatch: pytest.MonkeyPatch, deaths: Deaths) -> None:
+    pull = Claim.pull
+
+    async def late(claim: Claim, pairs: Any) -> PullStats:
+        await deaths.die(claim.handle.address)
+        return await pull(claim, pairs)
+
+    monkeypatch.setattr(Claim, "pull", late)
+
+
+def before_release(monkeypatch: pytest.MonkeyPatch, deaths: Deaths) -> None:
+    release = Claim.release
+
+    async def late(claim: Claim) -> None:
+        await deaths.die(claim.handle.address)
+        await release(claim)
+
+    monkeypatch.setattr(Claim, "release", late)
+
+
+def before_the_answer_to_release(monkeypatch: pytest.MonkeyPatch, deaths: Deaths) -> None:
+    """The holder has freed the blocks, and nobody hears of it."""
+    release = HolderClient.release
+
+    async def unheard(client: HolderClient, handle_id: bytes, epoch: int, reader_id: int) -> bool:
+        if deaths.dead is None and reader_id != ROUTER:
+            assert await release(client, handle_id, epoch, reader_id)
+            await deaths.die(client._address)
+        return await release(client, handle_id, epoch, reader_id)
+
+    monkeypatch.setattr(HolderClient, "release", unheard)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("point", [before_claim, before_pull, before_release, before_the_answer_to_release])
+async def test_a_holder_that_dies_under_its_handle_costs_a_resume(
+    model: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, point: Any, count: int
+) -> None:
+    """With another prefill worker that one is asked, else the decode worker computes the prompt."""
+    recompute = Recompute.of(model, "float32")
+    deaths = Deaths()
+    point(monkeypatch, deaths)
+    async with local_cluster(model, redis_server.url, prefill=count, deadlines=DEADLINES) as cluster:
+        deaths.cluster = cluster
+        answered = await cluster.answer(PROMPT, SEEDED, n=2)
+        assert deaths.dead is not None
+        assert answered.tokens == [recompute(PROMPT, SEEDED, fork) for fork in range(2)]
+        assert answered.report.attempts == 3  # token 0 was out: each fork resumes by itself
+        dead = deaths.dead.worker.info.worker_id
+        assert answered.report.prefill_worker == (f"prefill-{1 - int(dead[-1])}" if count == 2 else "decode-0")
+        await cluster.stop(deaths.dead)
+        await cluster.assert_all_free()
+        assert (await cluster.answer(PROMPT, SEEDED)).report.attempts == 1
+
+
+async def test_a_new_life_at_the_address_serves_at_once_and_the_old_one_is_forgotten(
+    model: Path, redis_server: RedisServer
+) -> None:
+    """The old one's connection is dropped, and what it had cached is not expected of the new one."""
+    recompute = Recompute.of(model, "float32")
+    async with local_cluster(model, redis_server.url, deadlines=DEADLINES) as cluster:
+        old = cluster.local[0]
+        await cluster.answer(PROMPT, SEEDED)
+        reader = cluster.decode[0]._reader
+        assert list(reader._connections._current) == [(old.worker.info.address, old.worker.info.epoch)]
+        context, index = Context(PROMPT), cluster.workers._index
+
+        def known() -> int:
+            return index.prefix_blocks("prefill-0", context.hashes(old.worker.info.model_revision))
+
+        await eventually(lambda: known() == 4)
+        await cluster.stop(old)
+        new = await cluster.start("prefill", "prefill-0", port=old.worker.server.port)
+        assert new.worker.info.address == old.worker.info.address
+        assert new.worker.info.epoch != old.worker.info.epoch
+        clients = cluster.workers._clients
+        await eventually(
+            lambda: (
+                "prefill-0" in clients
+                and clients["prefill-0"].record.epoch == new.worker.info.epoch
+                and clients["prefill-0"].connected
+            )
+        )
+        assert known() == 0
+        cluster.forget_prefixes("decode")
+        answered = await cluster.answer(PROMPT, SEEDED)
+        assert answered.tokens == [recompute(PROMPT, SEEDED)]
+        assert answered.report.attempts == 1
+        assert answered.report.prefill_worker == "prefill-0"
+        assert answered.report.cached_tokens == 0
+        assert answered.report.handover_bytes > 0
+        assert list(reader._connections._current) == [(new.worker.info.address, new.worker.info.epoch)]
+        await eventually(lambda: known() == 4)
+        await cluster.assert_all_free()
+
+
+async def test_a_rolling_update_pairs_workers_of_one_model_only(
+    model: Path, other: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every answer is wholly one model's; no reader connects to, or reads from, a holder of the other's."""
+    models = {0: Recompute.of(model, "float32"), 1: Recompute.of(other, "float32")}
+    prompts = [prompt(70, seed) for seed in range(8)]
+    met: list[tuple[str, str]] = []
+    connect = KVHolder.Connect
+
+    async def noted(holder: KVHolder, request: Any, context: Any) -> Any:
+        met.append((holder._fingerprint, request.fingerprint))
+        return await connect(holder, request, context)
+
+    monkeypatch.setattr(KVHolder, "Connect", noted)
+
+    async def serve(cluster: LocalCluster, generations: set[int]) -> None:
+        """Names of workers end with their generation."""
+        for ids, answered in zip(
+            prompts, await asyncio.gather(*(cluster.answer(ids, SEEDED) for ids in prompts)), strict=True
+        ):
+            report = answered.report
+            generation = int(report.decode_worker[-1])
+            assert generation in generations
+            assert int(report.prefill_worker[-1]) == generation
+            assert answered.tokens == [models[generation](ids, SEEDED)]
+            assert report.attempts == 1
+        cluster.forget_prefixes("decode")
+        await cluster.assert_all_free()
+
+    async def ready(cluster: LocalCluster) -> None:
+        names = sorted(one.worker.info.worker_id for one in cluster.local)
+        usable = cluster.workers.usable
+        await eventually(lambda: sorted(c.record.worker_id for r in ("prefill", "decode") for c in usable(r)) == names)
+
+    async with local_cluster(model, redis_server.url, deadlines=DEADLINES) as cluster:
+        await serve(cluster, {0})
+        [old_prefill, old_decode] = cluster.local
+        new_decode = await cluster.start("decode", "decode-1", model=other)
+        assert new_decode.worker.info.fingerprint != old_decode.worker.info.fingerprint
+        await ready(cluster)
+        await serve(cluster, {0, 1})
+        await cluster.start("prefill", "prefill-1", model=other)
+        await ready(cluster)
+        await serve(cluster, {0, 1})
+        await cluster.stop(old_prefill)
+        await cluster.stop(old_decode)
+        await ready(cluster)
+        await serve(cluster, {1})
+    assert {holders for holders, _ in met} == {readers for _, readers in met}
+    assert len(set(met)) == 2
+    assert all(holder == reader for holder, reader in met)
