@@ -13,6 +13,7 @@ from cli.up import ClusterConfig, UpConfig, make_cluster
 from common.config import Bytes, EngineConfig, RouterConfig, WorkerConfig
 from common.errors import KVRelayError
 from common.model.opening import open_model
+from kvtransfer.transport import AUTO, choose
 
 SYSTEM = (
     "You are a friendly physics teacher. You explain things to curious people who are not experts, "
@@ -115,9 +116,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser = subparsers.add_parser("demo", description=text)
     parser.add_argument("--model", help="directory, GGUF file or hub name (default: the demo model, fetched once)")
     parser.add_argument("--max-tokens", type=int, default=96, help="longest answer (default: %(default)s)")
+    parser.add_argument("--transport", default=AUTO, help="ways to move KV, best first (default: all)")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    choose(arguments.transport)  # what is wrong with it is said first
     model: Any = arguments.model
     if model is None:
         from cli.model import ensure_demo_model  # imports much that is needed for this alone
@@ -127,7 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
         up=UpConfig(),
         router=RouterConfig(model=str(model), port=0, log_level="warning"),
         engine=EngineConfig(model=str(model), kv_cache_memory=Bytes(512 * 2**20)),
-        worker=WorkerConfig(log_level="warning"),
+        worker=WorkerConfig(log_level="warning", transport=arguments.transport),
     )
     open_model(config.engine, weights=True)  # from the hub: once, not by each process
     return run_until_signal(_run(config, arguments.max_tokens))

@@ -15,6 +15,7 @@ from common.config import (
     POSITIVE,
     EngineConfig,
     RedisConfig,
+    RequestLimits,
     RouterConfig,
     WorkerConfig,
     add_arguments,
@@ -22,6 +23,7 @@ from common.config import (
     from_arguments,
     setting,
     to_arguments,
+    to_environment,
 )
 from common.errors import AddressInUse
 from common.model.hub import is_hub_name
@@ -55,6 +57,7 @@ class ClusterConfig:
     router: RouterConfig
     engine: EngineConfig
     worker: WorkerConfig
+    limits: RequestLimits = RequestLimits()
 
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> "ClusterConfig":
@@ -63,6 +66,7 @@ class ClusterConfig:
             router=from_arguments(RouterConfig, arguments),
             engine=from_arguments(EngineConfig, arguments),
             worker=from_arguments(WorkerConfig, arguments, skip=PER_WORKER),
+            limits=from_arguments(RequestLimits, arguments),
         )
 
 
@@ -74,7 +78,8 @@ def divided_threads(workers: int) -> list[int]:
 
 def child_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Without our settings, which the children get as flags."""
-    settings = {env_of(item) for kind in (UpConfig, RouterConfig, EngineConfig, WorkerConfig) for item in fields(kind)}
+    kinds = (UpConfig, RouterConfig, RequestLimits, EngineConfig, WorkerConfig)
+    settings = {env_of(item) for kind in kinds for item in fields(kind)}
     return {name: value for name, value in environ.items() if name not in settings} | {"PYTHONUNBUFFERED": "1"}
 
 
@@ -98,7 +103,8 @@ def plan(config: ClusterConfig) -> Stages:
     def role(name: str, module: str, *configs: object) -> ChildSpec:
         flags = [flag for each in configs for flag in to_arguments(each)]
         # -P: a folder of the same name where the command was given must not be taken for the package
-        return ChildSpec(name, (sys.executable, "-P", "-m", module, *flags), env, essential=module == "router")
+        own = env | {name: text for each in configs for name, text in to_environment(each).items()}
+        return ChildSpec(name, (sys.executable, "-P", "-m", module, *flags), own, essential=module == "router")
 
     drain_s = max(0.0, up.shutdown_timeout - CLOSING_S)
     router = replace(config.router, drain_timeout=min(config.router.drain_timeout, drain_s))
@@ -112,7 +118,7 @@ def plan(config: ClusterConfig) -> Stages:
             drain_timeout=min(config.worker.drain_timeout, drain_s),
         )
         workers.append(role(name, f"{name.split('-')[0]}_svc", engine, worker, redis))
-    return (*stages, tuple(workers), (role("router", "router", router, redis),))
+    return (*stages, tuple(workers), (role("router", "router", router, config.limits, redis),))
 
 
 def check(config: ClusterConfig) -> None:
@@ -142,7 +148,7 @@ def make_cluster(config: ClusterConfig, console: Console) -> Cluster:
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     text = "Runs a cluster on this machine until Ctrl-C: Redis, workers and the router."
     parser = subparsers.add_parser("up", description=text)
-    add_arguments(parser, UpConfig, RouterConfig, EngineConfig)
+    add_arguments(parser, UpConfig, RouterConfig, RequestLimits, EngineConfig)
     add_arguments(parser, WorkerConfig, skip=PER_WORKER)
 
 

@@ -38,9 +38,14 @@ def setting(
     choices: tuple[str, ...] = (),
     within: tuple[float | None, float | None] = (None, None),
     flag: str = "",
+    secret: bool = False,
 ) -> Any:
-    """A dataclass field with its help text and bounds (both inclusive); default MISSING makes it required."""
-    return field(default=default, metadata={"help": help, "choices": choices, "within": within, "flag": flag})
+    """A dataclass field with its help text and bounds (both inclusive); default MISSING makes it required.
+
+    A secret is in no repr and, to other processes, only in their environment.
+    """
+    metadata = {"help": help, "choices": choices, "within": within, "flag": flag, "secret": secret}
+    return field(default=default, metadata=metadata, repr=not secret)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +123,28 @@ class RouterConfig(ModelSettings):
     max_model_len: int | None = setting(
         None, "longest prompt plus output, tokens (default: the model's own)", within=POSITIVE
     )
+    api_key: str = setting("", "keys that clients must show one of, comma-separated (default: none)", secret=True)
+    allowed_origins: str = setting("", "origins that browsers may call from, comma-separated, or * (default: none)")
+    max_queued_requests: int = setting(
+        1024, "requests that may wait for room in the decode pool; more are refused (429)", within=(0, None)
+    )
     log_level: str = setting("info", "least level logged", choices=("debug", "info", "warning", "error"))
     drain_timeout: float = setting(
         30.0, "seconds that running requests get to end after SIGTERM", within=(0.0, 86400.0)
     )
     deadline_scale: float = setting(1.0, "factor on all time-outs; for tests", within=(1e-3, 1e3))
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """How much one HTTP request may ask for."""
+
+    max_body_size: Bytes = setting(Bytes(64 * 2**20), "of a request, such as 64Mi", within=POSITIVE)
+    max_n: int = setting(16, "answers to one prompt", within=(1, 128))
+    max_answers: int = setting(256, "answers to one request: its prompts times n", within=POSITIVE)
+    max_stop_strings: int = setting(16, "stop strings of one request", within=(1, 128))
+    max_logit_bias: int = setting(1024, "entries of logit_bias", within=(1, 8192))
+    max_bad_words: int = setting(128, "entries of bad_words", within=(1, 1024))
 
 
 Config = TypeVar("Config")
@@ -226,14 +248,20 @@ def from_arguments(config: type[Config], arguments: argparse.Namespace, *, skip:
 
 
 def to_arguments(config: Any) -> list[str]:
-    """The flags that make this config again; what equals its default is left out."""
+    """The flags that make this config again; what equals its default is left out, and so are secrets."""
     flags: list[str] = []
     for item in fields(config):
         value = getattr(config, item.name)
-        if value is None or (item.default is not MISSING and value == item.default):
+        if value is None or item.metadata["secret"] or (item.default is not MISSING and value == item.default):
             continue
         if isinstance(value, bool):
             flags.append(f"--{flag_of(item)}" if value else f"--no-{flag_of(item)}")
         else:
             flags.append(f"--{flag_of(item)}={value}")
     return flags
+
+
+def to_environment(config: Any) -> dict[str, str]:
+    """A config's secrets: what any user could read in a command line."""
+    secrets = [item for item in fields(config) if item.metadata["secret"]]
+    return {env_of(item): getattr(config, item.name) for item in secrets if getattr(config, item.name)}

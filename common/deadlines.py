@@ -20,6 +20,9 @@ class Deadlines:
     lease_s: float = 30.0
     keepalive_s: float = 10.0  # before the first token's headers
     drain_s: float = 30.0
+    http_header_s: float = 10.0  # from a request's first byte, or the connection, to the end of its headers
+    http_body_s: float = 60.0  # from there to the end of the body
+    http_idle_s: float = 75.0  # a connection between two requests
 
     def scaled(self, factor: float) -> "Deadlines":
         """All of them times factor."""

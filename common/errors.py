@@ -30,6 +30,16 @@ class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
 
 
+class SlowClient(InvalidRequest):
+    """A request that did not arrive in time."""
+
+    code, http_status = "request_too_slow", 408
+
+
+class Unauthorized(KVRelayError):
+    code, http_status, grpc_status = "invalid_api_key", 401, "UNAUTHENTICATED"
+
+
 class NotFound(KVRelayError):
     code, http_status, grpc_status = "not_found", 404, "NOT_FOUND"
 

@@ -46,6 +46,7 @@ class WorkerRecord:
     layout_id: str
     pid: int
     version: str
+    max_num_seqs: int = 0  # sequences it runs at once; 0: not told
     leaving: bool = False  # it said goodbye
 
     @property

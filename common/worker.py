@@ -229,6 +229,7 @@ async def running(
         model_revision=info.model_revision,
         served_model_name=built.name,
         max_model_len=worker.engine.config.max_model_len,
+        max_num_seqs=worker.engine.config.max_num_seqs,
         num_blocks=built.pool.num_blocks,
         block_size=built.layout.block_size,
         layout_id=info.layout_id,

@@ -45,7 +45,7 @@ async def run(arguments: argparse.Namespace) -> int:
         registry = Registry(redis, namespace, deadlines)
         index = PrefixIndex(redis, namespace, deadlines, registry.outage)
         workers = Workers(registry, index, secrets.token_hex(8), deadlines, time.monotonic, metrics)
-        pipeline = Pipeline(workers, text, metrics, deadlines, time.monotonic)
+        pipeline = Pipeline(workers, text, metrics, deadlines, time.monotonic, max_queued=settings.max_queued_requests)
         stack.push_async_callback(workers.close)
         stack.push_async_callback(end, asyncio.create_task(workers.run()), asyncio.create_task(index.run()))
         app = build_app(

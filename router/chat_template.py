@@ -13,7 +13,9 @@ from router.template_sandbox import TemplateEnvironment
 MAX_TEMPLATE_CHARS = 2**20
 MAX_REASON_CHARS = 300
 # What a template raises when messages are not as it wants them: its own errors, and Python's on odd types.
-REFUSALS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+REFUSALS = (
+    *(jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),
+)
 TOO_MUCH = (TooMuchWork, RecursionError, MemoryError)
 
 
@@ -56,8 +58,7 @@ class ChatTemplate:
                     **self._special_tokens,
                 )
         except TOO_MUCH as error:
-            reason = f"{self._name} was stopped: {_reason(error)}"
-            raise ModelError(reason, field="messages") from None
+            raise ModelError(f"{self._name} was stopped: {_reason(error)}", field="messages") from None
         except REFUSALS as error:
             reason = f"the chat template refuses these messages: {_reason(error)}"
             raise InvalidRequest(reason, field="messages") from error

@@ -18,6 +18,8 @@ class GenerationRequest:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     cache_salt: str = ""
+    echo: str | None = None  # the prompt's text, to come before each answer
+    echo_only: bool = False  # max_tokens 0: nothing comes after it
     priority: int = 0  # lower goes first, as in vLLM
 
 

@@ -10,11 +10,13 @@ from pydantic_core import PydanticCustomError
 
 from router.wire import Neutral, Wire, field_kind, text_or_items
 
-MAX_N = 16  # answers to one prompt
-MAX_STOPS = 16
-MAX_STOP_CHARS = 1024
+# The most that any server takes; its settings may allow less (RequestLimits).
+MAX_N = 128  # answers to one prompt
+MAX_STOPS = 128
+MAX_STOP_CHARS = 1024  # of a stop string, and of a bad word
 MAX_LOGPROBS = 20
-MAX_ENTRIES = 1024  # of logit_bias and of stop_token_ids
+MAX_BAD_WORDS = 1024
+MAX_ENTRIES = 8192  # of logit_bias and of stop_token_ids
 TEXT_FORMAT = {"type": "text"}
 
 
@@ -41,7 +43,13 @@ Stop = Annotated[
     Discriminator(text_or_items, "stop_kind", "must be a string or a list of strings"),
     BeforeValidator(_few),
 ]
-LogitBias = Annotated[dict[Annotated[str, AfterValidator(_is_token_id)], float], BeforeValidator(_few)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+LogitBias = Annotated[
+    dict[Annotated[str, AfterValidator(_is_token_id)], Bias], Field(max_length=MAX_ENTRIES), BeforeValidator(_few)
+]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+BadWords = Annotated[list[StopString], Field(max_length=MAX_BAD_WORDS, fail_fast=True), BeforeValidator(_few)]
 Prompt = Annotated[
     Annotated[str, Tag("<text>")]
     | Annotated[list[str], Field(min_length=1, fail_fast=True), Tag("<texts>")]
@@ -109,29 +117,41 @@ class Request(Wire):
     n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
     max_tokens: Annotated[Whole, Field(ge=1)] | None = None
     min_tokens: Annotated[Whole, Field(ge=0)] = 0
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: Annotated[float, Field(ge=0, le=1e4)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[Whole, Field(ge=-1)] | None = None
-    min_p: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=1e4)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: Stop | None = None
     include_stop_str_in_output: bool = False
-    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True), BeforeValidator(_few)] = Field(default_factory=list)
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_ENTRIES, fail_fast=True), BeforeValidator(_few)] = (
+        Field(default_factory=list)
+    )
+    bad_words: BadWords = Field(default_factory=list)
     ignore_eos: bool = False
     logit_bias: LogitBias = Field(default_factory=dict)
     skip_special_tokens: bool = True
     stream: bool = False
     stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, StringConstraints(min_length=1, max_length=1024)] | None = None
+    priority: Whole = 0  # lower goes first
+    prompt_logprobs: Logprobs | None = None
 
     @model_validator(mode="after")
     def _stream_options_need_stream(self) -> "Request":
         if self.stream_options is not None and not self.stream:
             raise PydanticCustomError("stream", "is only allowed when stream is true", {"key": "stream_options"})
+        if self.prompt_logprobs is not None and self.stream:
+            raise PydanticCustomError("stream", "is not available when stream is true", {"key": "prompt_logprobs"})
         return self
+
+    @property
+    def top_count(self) -> int | None:
+        """How many alternatives each token's log-probability comes with; None: not even its own is asked for."""
+        raise NotImplementedError
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -151,7 +171,7 @@ class ChatRequest(Request):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Logprobs | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> "ChatRequest":
@@ -161,15 +181,59 @@ class ChatRequest(Request):
             raise PydanticCustomError("max_tokens", "differs from max_tokens", {"key": "max_completion_tokens"})
         return self
 
+    @property
+    def top_count(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
 
 class CompletionRequest(Request):
-    NEUTRAL: ClassVar[Neutral] = {"best_of": (1,), "echo": (False,), "suffix": ("",), "response_format": (TEXT_FORMAT,)}
+    NEUTRAL: ClassVar[Neutral] = {"best_of": (1,), "suffix": ("",), "response_format": (TEXT_FORMAT,)}
 
     prompt: Prompt
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    max_tokens: Annotated[Whole, Field(ge=0)] | None = None
+    echo: bool = False
+    logprobs: Logprobs | None = None
+
+    @model_validator(mode="after")
+    def _only_an_echo_may_be_all(self) -> "CompletionRequest":
+        if self.max_tokens == 0 and not self.echo:
+            raise PydanticCustomError("max_tokens", "must be at least 1 unless echo is true", {"key": "max_tokens"})
+        if self.max_tokens == 0 and self.min_tokens:
+            raise PydanticCustomError("min_tokens", "must be 0 when max_tokens is 0", {"key": "min_tokens"})
+        return self
+
+    @property
+    def top_count(self) -> int | None:
+        return self.logprobs
 
     @property
     def prompts(self) -> list[str | list[int]]:
         """All prompts, be it one; each is text or token ids."""
         alone = field_kind(self.prompt) in ("<text>", "<items>")
         return cast(list[str | list[int]], [self.prompt] if alone else self.prompt)
+
+
+class TokenizeRequest(Wire):
+    """Token ids of a prompt, or of messages as /v1/chat/completions would see them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    add_special_tokens: bool | None = None  # default: of a prompt, not of messages, whose template has them
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError("prompt", "is required, or else messages, and not both", {"key": "prompt"})
+        if self.messages is not None and self.add_special_tokens:
+            raise PydanticCustomError(
+                "template", "is not supported for messages: their template has them", {"key": "add_special_tokens"}
+            )
+        return self
+
+
+class DetokenizeRequest(Wire):
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]

@@ -4,15 +4,16 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from common.config import RequestLimits
 from common.engine.sequence import SamplingParams
 from common.errors import ContextLengthExceeded, InvalidRequest
 from common.model.config import GenerationDefaults
+from router.bad_words import bad_word_tokens
 from router.generation import GenerationRequest
 from router.openai import ChatRequest, CompletionRequest, Request
 from router.text import TextModel
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
-MAX_ANSWERS = 256  # of one HTTP request, over all its prompts
 SMALLEST = 2.0**-126  # the wire's numbers are 32-bit: below this a positive number might become 0
 
 
@@ -20,10 +21,15 @@ class RequestBuilder:
     """Fills in defaults and checks lengths against one model; every error is an InvalidRequest."""
 
     def __init__(
-        self, text: TextModel, max_model_len: int, new_id: Callable[[], str] = lambda: secrets.token_hex(16)
+        self,
+        text: TextModel,
+        max_model_len: int,
+        limits: RequestLimits | None = None,
+        new_id: Callable[[], str] = lambda: secrets.token_hex(16),
     ) -> None:
         self._text = text
         self._max_model_len = max_model_len
+        self._limits = limits or RequestLimits()
         self._vocab_size = text.config.vocab_size
         self._new_id = new_id
 
@@ -32,7 +38,7 @@ class RequestBuilder:
         asked, field = request.max_tokens, "max_tokens"
         if request.max_completion_tokens is not None:
             asked, field = request.max_completion_tokens, "max_completion_tokens"
-        params = self._params(request, asked, (request.top_logprobs or 0) if request.logprobs else None)
+        params = self._params(request, asked, request.top_count, request.prompt_logprobs)
         messages = [message.for_template() for message in request.messages]
         prompt_ids = self._text.encode_chat(messages, limit=self._max_model_len)
         room = self._room(prompt_ids, "messages", asked, field)
@@ -41,23 +47,53 @@ class RequestBuilder:
     def completion(self, request: CompletionRequest) -> list[GenerationRequest]:
         """One generation a prompt."""
         prompts = request.prompts
-        if len(prompts) * request.n > MAX_ANSWERS:
-            raise InvalidRequest(f"prompts times n must be at most {MAX_ANSWERS} answers", field="prompt")
-        params = self._params(request, request.max_tokens, request.logprobs)
+        if len(prompts) * request.n > self._limits.max_answers:
+            raise InvalidRequest(
+                f"prompt must have at most {self._limits.max_answers} prompts times n, "
+                f"got {len(prompts)} times {request.n}",
+                field="prompt",
+            )
+        echo_only = request.max_tokens == 0
+        asked = 1 if echo_only else request.max_tokens
+        scores = [request.prompt_logprobs, request.top_count if request.echo else None]
+        top_scores = max((count for count in scores if count is not None), default=None)
+        params = self._params(request, asked, None if echo_only else request.top_count, top_scores)
         generations = []
         for number, prompt in enumerate(prompts):
             field = "prompt" if len(prompts) == 1 else f"prompt[{number}]"
             prompt_ids = self._text.encode(prompt, self._max_model_len) if isinstance(prompt, str) else prompt
-            room = self._room(prompt_ids, field, request.max_tokens, "max_tokens")
-            max_tokens = request.max_tokens or min(COMPLETION_MAX_TOKENS, room)
-            generations.append(self._generation(request, prompt_ids, params, max_tokens))
+            room = self._room(prompt_ids, field, asked, "max_tokens")
+            generation = self._generation(request, prompt_ids, params, asked or min(COMPLETION_MAX_TOKENS, room))
+            if request.echo:
+                echo = prompt if isinstance(prompt, str) else self._text.decode(prompt)
+                generation = replace(generation, echo=echo, echo_only=echo_only)
+            generations.append(generation)
         return generations
 
-    def _params(self, request: Request, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def _params(
+        self, request: Request, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
+    ) -> SamplingParams:
         """Checked before anything is tokenized."""
-        params = sampling_params(request, self._text.generation, max_tokens or self._max_model_len, logprobs)
+        self._check_limits(request)
+        params = replace(
+            sampling_params(request, self._text.generation, max_tokens or self._max_model_len, logprobs),
+            bad_words=bad_word_tokens(request.bad_words, self._text),
+            prompt_logprobs=prompt_logprobs,
+        )
         params.validate(self._vocab_size)
         return params
+
+    def _check_limits(self, request: Request) -> None:
+        limits = self._limits
+        if request.n > limits.max_n:
+            raise InvalidRequest(f"n must be at most {limits.max_n}, got {request.n}", field="n")
+        for field, count, most in (
+            ("stop", len(request.stops), limits.max_stop_strings),
+            ("logit_bias", len(request.logit_bias), limits.max_logit_bias),
+            ("bad_words", len(request.bad_words), limits.max_bad_words),
+        ):
+            if count > most:
+                raise InvalidRequest(f"{field} must have at most {most} entries, got {count}", field=field)
 
     def _room(self, prompt_ids: Sequence[int], prompt_field: str, asked: int | None, field: str) -> int:
         """Tokens that the context has left for the answer."""
@@ -98,6 +134,7 @@ class RequestBuilder:
             include_stop_str_in_output=request.include_stop_str_in_output,
             skip_special_tokens=request.skip_special_tokens,
             cache_salt=request.cache_salt or "",
+            priority=request.priority,
         )
 
 

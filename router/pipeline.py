@@ -6,7 +6,7 @@ Whatever dies, the request is submitted again with all the tokens it has: nothin
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, cast
 
 from common.deadlines import Deadlines
@@ -16,11 +16,12 @@ from common.metrics import RouterMetrics
 from common.rpc import decode_pb2, prefill_pb2, types_pb2
 from common.tasks import end
 from kvtransfer.handle import KVHandle
-from kvtransfer.lease import ROUTER
 from router.answer import Answer
 from router.clients import WorkerClient
 from router.context import Context
+from router.gate import MAX_QUEUED, Gate
 from router.generation import Delta, Generation
+from router.held import Held, held
 from router.run import Run
 from router.text import TextModel
 from router.workers import Workers
@@ -29,14 +30,6 @@ log = get_logger("pipeline")
 MAX_ATTEMPTS = 6  # at one answer, those together with others included
 MAX_HANDOVERS = 3  # that may fail, in one request
 PREFILL_TOKENS_S = 200.0  # slower than any engine that is worth waiting for
-
-
-class Held:
-    """A handle that the router keeps alive until a decode worker has what it names."""
-
-    def __init__(self, handle: KVHandle) -> None:
-        self.handle = handle
-        self.taken = False
 
 
 class Pipeline:
@@ -49,14 +42,16 @@ class Pipeline:
         metrics: RouterMetrics,
         deadlines: Deadlines,
         clock: Callable[[], float],
+        max_queued: int = MAX_QUEUED,
     ) -> None:
+        self._gate = Gate(workers.capacity, deadlines, clock, max_queued)
         self._workers = workers
         self._text = text
         self._metrics = metrics
         self._deadlines = deadlines
         self._clock = clock
         self._running = 0
-        self._waiting = 0  # for a decode worker
+        self._waiting = 0  # at the gate, or for a decode worker
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]:
         """The answers' deltas as they come. Closing the iterator frees both workers; raises KVRelayError."""
@@ -78,7 +73,7 @@ class Pipeline:
 
     async def _drive(self, run: Run) -> None:
         try:
-            async with asyncio.timeout(self._deadlines.request_s):
+            async with asyncio.timeout(self._deadlines.request_s), self._entered(run):
                 await self._answer(run, run.answers)
         except TimeoutError:
             run.outbox.put_nowait(RequestTimeout(f"not complete within {self._deadlines.request_s:g} s"))
@@ -87,6 +82,20 @@ class Pipeline:
         except Exception as error:
             log_event(log, logging.ERROR, "request failed", request=run.request.request_id, exc_info=error)
             run.outbox.put_nowait(KVRelayError("internal error"))
+
+    @asynccontextmanager
+    async def _entered(self, run: Run) -> AsyncIterator[None]:
+        """Waits at the gate, which counts as the request's queue."""
+        self._count(waiting=1)
+        async with AsyncExitStack() as stack:
+            try:
+                await stack.enter_async_context(self._gate.entered(run.request))
+            finally:
+                self._count(waiting=-1)
+                run.report.router_queue_s += run.elapsed_s()
+            yield
+            for answer in run.answers:
+                self._gate.learn(len(answer.output_ids))
 
     async def _answer(self, run: Run, answers: list[Answer], tries: int = 0) -> None:
         """Until these answers are finished, whatever dies on the way."""
@@ -125,14 +134,14 @@ class Pipeline:
             expectation.answered()
         with run.blaming(client, HandoverError):  # as well as the decode worker: either may be at fault
             handle = KVHandle.from_proto(first.handle) if first.HasField("handle") else None
-            async with self._held(client, handle) as held:
+            async with held(client, handle, self._deadlines.lease_s) as kept:
                 for token in first.tokens:
                     run.accept(token)
                 live = [answer for answer in answers if not answer.finished]
-                if live and held is None:
+                if live and kept is None:
                     raise HandoverError("the prefill worker sent tokens without their KV")
                 if live:
-                    await self._decode(run, live, key, held)
+                    await self._decode(run, live, key, kept)
 
     async def _decode_worker(self, run: Run, context: Context, fingerprint: str | None) -> WorkerClient:
         """The decode worker for these tokens, as soon as there is one; the wait counts as the request's queue."""
@@ -167,16 +176,16 @@ class Pipeline:
         queued = client.charged_tokens + client.load.waiting_tokens
         return self._deadlines.prefill_s + 5 * (queued + num_tokens) / PREFILL_TOKENS_S
 
-    async def _decode(self, run: Run, answers: list[Answer], key: types_pb2.AttemptKey, held: Held | None) -> None:
+    async def _decode(self, run: Run, answers: list[Answer], key: types_pb2.AttemptKey, kept: Held | None) -> None:
         """Tokens until these answers are finished, on KV from the handle or, without one, from the start."""
         context = run.context(answers)
-        client = await self._decode_worker(run, context, held.handle.fingerprint if held else None)
+        client = await self._decode_worker(run, context, kept.handle.fingerprint if kept else None)
         run.report.decode_worker = client.record.worker_id
         submission = run.submission(answers, client, key)
-        handle = held.handle.to_proto() if held else None
+        handle = kept.handle.to_proto() if kept else None
         command = decode_pb2.DecodeCommand(submit=decode_pb2.DecodeSubmission(submission=submission, handle=handle))
         live = {answer.index for answer in answers}
-        patience_s = self._deadlines.decode_token_s if held else self._prefill_patience_s(client, len(context))
+        patience_s = self._deadlines.decode_token_s if kept else self._prefill_patience_s(client, len(context))
         with run.blaming(client), client.attempt(key, command, len(context)) as stream:
             while live:
                 kind, message = await stream.next(patience_s)
@@ -184,11 +193,11 @@ class Pipeline:
                     run.note_prompt_logprobs(message)
                 elif kind == "admitted":
                     run.note_handover(message)
-                    if held:
-                        held.taken = True
+                    if kept:
+                        kept.taken = True
                 elif kind == "tokens":
                     patience_s = self._deadlines.decode_token_s
-                    if message.prefill_s and held is None:
+                    if message.prefill_s and kept is None:
                         run.note_prefill(message, client.record.worker_id)
                     for token in message.tokens:
                         run.accept(token)
@@ -197,31 +206,6 @@ class Pipeline:
                             if not token.finish_reason:  # a stop string, which only the router knows
                                 client.abort(key, (token.fork,))
             stream.ended = True
-
-    @asynccontextmanager
-    async def _held(self, holder: WorkerClient, handle: KVHandle | None) -> AsyncIterator[Held | None]:
-        """Renews the handle until a decode worker has its KV; if none gets it, the blocks are free at once."""
-        if handle is None:
-            yield None
-            return
-        held = Held(handle)
-        renewer = asyncio.create_task(self._renew(holder, held))
-        try:
-            yield held
-        finally:
-            renewer.cancel()
-            if not held.taken:
-                holder.release(handle.id, handle.epoch)
-
-    async def _renew(self, holder: WorkerClient, held: Held) -> None:
-        while True:
-            await asyncio.sleep(self._deadlines.lease_s / 3)
-            if held.taken:
-                return
-            try:
-                await holder.holder.renew(held.handle.id, held.handle.epoch, ROUTER)
-            except KVRelayError:
-                return  # it is released or lost: the decode worker finds out which
 
     def _report(self, run: Run) -> None:
         report = run.report

@@ -51,9 +51,15 @@ class ChatLogprobs(BaseModel):
 
 class CompletionLogprobs(BaseModel):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    text_offset: list[int]  # characters of the answer before the token's
+    token_logprobs: list[float | None]  # None: the first of a prompt
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]  # characters of the text before the token's
+
+
+class PromptLogprob(BaseModel):
+    logprob: float
+    rank: int
+    decoded_token: str
 
 
 class ChatMessage(BaseModel):
@@ -78,6 +84,7 @@ class CompletionChoice(BaseModel):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: str | int | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
 
 
 ChoiceType = TypeVar("ChoiceType", ChatChoice, CompletionChoice)
@@ -92,6 +99,7 @@ class Body(BaseModel, Generic[ChoiceType]):
     model: str
     choices: list[ChoiceType]
     usage: Usage | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None  # of a chat; a completion's are in its choices
     kvrelay: dict[str, Any] | list[dict[str, Any]] | None = None
 
 

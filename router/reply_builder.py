@@ -6,6 +6,8 @@ from dataclasses import asdict
 from typing import Any, ClassVar, Generic
 
 from router.generation import Delta, Generation, TokenText
+from router.logprobs import LogprobWriter
+from router.openai import Request
 from router.replies import (
     Body,
     ChatChoice,
@@ -14,28 +16,26 @@ from router.replies import (
     ChoiceType,
     CompletionChoice,
     CompletionLogprobs,
-    TokenLogprob,
-    TopLogprob,
     Usage,
 )
 from router.text import TextModel
 from router.text_stream import Detokenizer
 
-MIN_LOGPROB = -9999.0  # JSON has no -Infinity
-
 
 class Choice:
     """One answer as far as it has come."""
 
-    def __init__(self, index: int, detokenizer: Detokenizer) -> None:
+    def __init__(self, index: int, detokenizer: Detokenizer, generation: Generation) -> None:
         self.index = index
+        self.generation = generation
+        self.echo = generation.request.echo or ""
         self.started = False
         self.texts: list[str] = []
         self.tokens: list[TokenText] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self._detokenizer = detokenizer
-        self._offset = 0
+        self._offset = len(self.echo)
 
     def add(self, delta: Delta) -> None:
         self.texts.append(delta.text)
@@ -58,24 +58,23 @@ class Reply(ABC, Generic[ChoiceType]):
     CHUNK_OBJECT: ClassVar[str]
 
     def __init__(
-        self,
-        generations: Sequence[Generation],
-        text: TextModel,
-        model_name: str,
-        created: int,
-        *,
-        usage_in_chunks: bool = False,
+        self, request: Request, generations: Sequence[Generation], text: TextModel, model_name: str, created: int
     ) -> None:
-        request = generations[0].request
+        self._generations = generations
         self._reports = [generation.report for generation in generations]
         self._n = request.n
-        self._with_logprobs = request.params.logprobs is not None
-        self._text = text
-        self._usage_in_chunks = usage_in_chunks
+        self._top_count, self._prompt_top_count = request.top_count, request.prompt_logprobs
+        self._writer = LogprobWriter(text)
+        options = request.stream_options
+        self._usage_in_chunks = options is not None and options.include_usage and options.continuous_usage_stats
         self._sent_tokens = 0
-        self._head: dict[str, Any] = {"id": self.PREFIX + request.request_id, "created": created, "model": model_name}
-        count = request.n * len(generations)
-        self._choices = [Choice(index, text.detokenizer(request.skip_special_tokens)) for index in range(count)]
+        name = self.PREFIX + generations[0].request.request_id
+        self._head: dict[str, Any] = {"id": name, "created": created, "model": model_name}
+        self._choices = [
+            Choice(number * request.n + k, text.detokenizer(request.skip_special_tokens), generation)
+            for number, generation in enumerate(generations)
+            for k in range(request.n)
+        ]
 
     def add(self, prompt: int, delta: Delta) -> None:
         """Takes in a delta of the whole reply."""
@@ -84,7 +83,8 @@ class Reply(ABC, Generic[ChoiceType]):
     def whole(self, with_report: bool) -> str:
         """The reply as JSON, when all deltas are in."""
         choices = [self._whole_choice(choice) for choice in self._choices]
-        return self._json(self.OBJECT, choices, usage=Usage.of(self._reports), **self._report(with_report))
+        more = {**self._prompt_part(), **self._report(with_report)}
+        return self._json(self.OBJECT, choices, usage=Usage.of(self._reports), **more)
 
     def chunks(self, prompt: int, delta: Delta) -> list[str]:
         """A delta as JSON chunks."""
@@ -97,6 +97,10 @@ class Reply(ABC, Generic[ChoiceType]):
     def last_chunk(self, with_report: bool) -> str:
         """The chunk without choices that brings the usage."""
         return self._json(self.CHUNK_OBJECT, [], usage=Usage.of(self._reports), **self._report(with_report))
+
+    def _prompt_part(self) -> dict[str, Any]:
+        """What a whole reply says of its prompt."""
+        return {}
 
     def _report(self, wanted: bool) -> dict[str, Any]:
         reports = [asdict(report) for report in self._reports]
@@ -111,9 +115,6 @@ class Reply(ABC, Generic[ChoiceType]):
 
     @abstractmethod
     def _parts(self, choice: Choice, delta: Delta) -> list[ChoiceType]: ...
-
-    def _token_text(self, token_id: int) -> str:
-        return self._text.token_bytes(token_id).decode("utf-8", "replace")
 
 
 class ChatReply(Reply[ChatChoice]):
@@ -149,18 +150,13 @@ class ChatReply(Reply[ChatChoice]):
             part(ChatMessage(), finish_reason=delta.finish_reason, stop_reason=delta.stop_reason)
         return parts
 
-    def _logprobs(self, tokens: Sequence[TokenText]) -> ChatLogprobs | None:
-        if not self._with_logprobs:
-            return None
-        content = []
-        for token in tokens:
-            (chosen, *top) = [self._entry(entry.token_id, entry.logprob) for entry in token.logprobs]
-            content.append(TokenLogprob(**dict(chosen), top_logprobs=top))
-        return ChatLogprobs(content=content)
+    def _prompt_part(self) -> dict[str, Any]:
+        if self._prompt_top_count is None:
+            return {}
+        return {"prompt_logprobs": self._writer.prompt(self._generations[0], self._prompt_top_count)}
 
-    def _entry(self, token_id: int, logprob: float) -> TopLogprob:
-        data = list(self._text.token_bytes(token_id))
-        return TopLogprob(token=self._token_text(token_id), logprob=_finite(logprob), bytes=data)
+    def _logprobs(self, tokens: Sequence[TokenText]) -> ChatLogprobs | None:
+        return None if self._top_count is None else self._writer.chat(tokens)
 
 
 class CompletionReply(Reply[CompletionChoice]):
@@ -169,40 +165,36 @@ class CompletionReply(Reply[CompletionChoice]):
     OBJECT = CHUNK_OBJECT = "text_completion"
 
     def _whole_choice(self, choice: Choice) -> CompletionChoice:
+        more: dict[str, Any] = {}
+        if self._prompt_top_count is not None:
+            more = {"prompt_logprobs": self._writer.prompt(choice.generation, self._prompt_top_count)}
         return CompletionChoice(
             index=choice.index,
-            text="".join(choice.texts),
+            text=choice.echo + "".join(choice.texts),
             logprobs=self._logprobs(choice, choice.tokens),
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
+            **more,
         )
 
     def _parts(self, choice: Choice, delta: Delta) -> list[CompletionChoice]:
+        text = delta.text if choice.started else choice.echo + delta.text
         logprobs = self._logprobs(choice, delta.tokens)
-        if not (delta.text or delta.finish_reason or (logprobs and logprobs.tokens)):
+        if not (text or delta.finish_reason or (logprobs and logprobs.tokens)):
             return []
         ending = {"stop_reason": delta.stop_reason} if delta.finish_reason is not None else {}
         part = CompletionChoice(
-            index=choice.index, text=delta.text, logprobs=logprobs, finish_reason=delta.finish_reason, **ending
+            index=choice.index, text=text, logprobs=logprobs, finish_reason=delta.finish_reason, **ending
         )
         return [part]
 
     def _logprobs(self, choice: Choice, tokens: Sequence[TokenText]) -> CompletionLogprobs | None:
-        if not self._with_logprobs:
+        begins, choice.started = not choice.started, True
+        if self._top_count is None:
             return None
         logprobs = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        if begins and choice.generation.request.echo is not None:
+            self._writer.append_echo(logprobs, choice.generation, self._top_count)
         for token in tokens:
-            logprobs.tokens.append(self._token_text(token.token_id))
-            logprobs.token_logprobs.append(_finite(token.logprobs[0].logprob))
-            top: dict[str, float] = {}
-            for entry in token.logprobs:  # ids that read alike share a key: the likeliest stays
-                text = self._token_text(entry.token_id)
-                top[text] = max(_finite(entry.logprob), top.get(text, MIN_LOGPROB))
-            logprobs.top_logprobs.append(top)
-            logprobs.text_offset.append(choice.next_offset(token.token_id))
+            self._writer.append(logprobs, token.token_id, token.logprobs, choice.next_offset(token.token_id))
         return logprobs
-
-
-def _finite(logprob: float) -> float:
-    """Also for not-a-number, which no comparison holds for."""
-    return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB

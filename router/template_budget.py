@@ -55,7 +55,7 @@ def charge(units: int) -> None:
     budget = _current.get()
     budget.left -= units
     if budget.left < 0:
-        raise TooMuchWork("the chat template asks for too much work")
+        raise TooMuchWork("it asks for more work than a conversation can need")
 
 
 def charge_text(chars: int) -> None:
@@ -91,6 +91,19 @@ def charge_deep(value: Value) -> Value:
     return value
 
 
+def charge_indents(value: Any, size: int) -> None:
+    """For a value that is written with so many characters before each item, a level."""
+    level, depth = [value], 0
+    while level and size:
+        charge_text(len(level) * depth * size)
+        level = [item for outer in level if isinstance(outer, dict | list | tuple) for item in _items(outer)]
+        depth += 1
+
+
+def _items(value: dict[Any, Any] | list[Any] | tuple[Any, ...]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
+
+
 def charge_shallow(value: Value) -> Value:
     """For work on a text or on a container's items, not on what they hold."""
     if isinstance(value, str):
@@ -117,7 +130,7 @@ def joined(pieces: Iterable[str]) -> str:
 def narrow(number: Any, what: str) -> None:
     """Refuses a number of characters that nobody pads to."""
     if isinstance(number, int) and number > MAX_PADDING:
-        raise TooMuchWork(f"the chat template asks for {what} of more than {MAX_PADDING}")
+        raise TooMuchWork(f"it asks for {what} of more than {MAX_PADDING}")
 
 
 def charge_product(operator: str, left: Any, right: Any) -> None:
@@ -125,7 +138,7 @@ def charge_product(operator: str, left: Any, right: Any) -> None:
     if isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * max(right, 0) if operator == "**" else left.bit_length() + right.bit_length()
         if bits > MAX_BITS:
-            raise TooMuchWork(f"the chat template makes an integer of more than {MAX_BITS} bits")
+            raise TooMuchWork(f"it makes an integer of more than {MAX_BITS} bits")
         return
     for repeated, times in ((left, right), (right, left)):
         if isinstance(times, int) and times > 0:
@@ -137,5 +150,3 @@ def _charge_times(repeated: Any, times: int) -> None:
         charge_text(len(repeated) * times)
     elif isinstance(repeated, Collection):
         charge(len(repeated) * times)
-
-

@@ -86,21 +86,32 @@ class TextModel:
             raise InvalidRequest("the model has no chat template; use /v1/completions", field="messages")
         return self._template.render(messages, add_generation_prompt)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], limit: int | None = None) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], limit: int | None = None, add_generation_prompt: bool = True
+    ) -> list[int]:
         """Token ids of a conversation up to the assistant's turn; special tokens inside messages are ordinary text.
 
         limit: a text that is certainly longer, in tokens, is refused before it is encoded.
         """
         marked, mark = self._guard.mark(messages)
-        text = self.render_chat(marked)
+        text = self.render_chat(marked, add_generation_prompt)
         self._check_length(text, limit, "messages")
         return self._guard.encode(text, mark)
 
-    def encode(self, text: str, limit: int | None = None) -> list[int]:
+    def encode(self, text: str, limit: int | None = None, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt that the client has put together; special tokens in it count, a BOS once."""
         self._check_length(text, limit, "prompt")
-        ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=True)[0].ids
+        ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids[1:] if self._added_bos is not None and ids[:2] == [self._added_bos] * 2 else ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of these ids, special tokens included."""
+        detokenizer = self.detokenizer(skip_special_tokens=False)
+        return detokenizer.push(token_ids) + detokenizer.finish()
+
+    def token(self, token_id: int) -> str | None:
+        """A token as the vocabulary writes it; None for an id that the tokenizer doesn't have."""
+        return self._tokenizer.id_to_token(token_id)
 
     def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
         """For one answer."""
@@ -140,7 +151,7 @@ def _read_template(
     if file is None:
         return None
     try:
-        return ChatTemplate(file.text, special_tokens, now)
+        return ChatTemplate(file.text, special_tokens, now, file.path.name)
     except ModelError as error:
         raise ModelError(f"{file.path}: {error}", field="model") from error
 

@@ -5,6 +5,7 @@ reached and isn't listed any more.
 """
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Collection
 
@@ -15,6 +16,7 @@ from common.metrics import RouterMetrics
 from common.registry import Registry, WorkerRecord
 from router.clients import WorkerClient
 from router.context import Context
+from router.gate import Room
 from router.index import Expectation, PrefixIndex
 from router.policy import Candidate, pick_decode, pick_prefill
 
@@ -65,6 +67,15 @@ class Workers:
     def usable(self, role: str) -> list[WorkerClient]:
         """Workers of a role that can take work now."""
         return [c for c in self._clients.values() if c.record.role == role and c.healthy and not c.draining]
+
+    def capacity(self) -> Room:
+        """What the decode pool has for this router: all it has, less the places that other routers' requests take."""
+        room = Room()
+        for client in self.usable("decode"):
+            load, places = client.load, client.record.max_num_seqs or math.inf
+            others = max(0, load.running + load.waiting - client.in_flight)
+            room += Room(max(0, places - others), load.total_blocks or math.inf)
+        return room
 
     def ready(self) -> tuple[bool, str]:
         """Whether a request could be answered now, and if not, why."""

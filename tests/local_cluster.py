@@ -158,6 +158,7 @@ async def local_cluster(
     kv_cache_memory: int = 2**19,
     max_model_len: int = 256,
     deadlines: Deadlines | None = None,
+    transport: str = "auto",
 ) -> AsyncIterator[LocalCluster]:
     """A cluster whose chunks and pools are small, so that borders are met and memory gets short."""
     deadlines = deadlines or Deadlines()
@@ -176,7 +177,7 @@ async def local_cluster(
         budgets = {"prefill": prefill_tokens, "decode": decode_tokens}
 
         async def start(role: str, worker_id: str, *, port: int = 0, model: Path | None = None) -> LocalWorker:
-            settings = replace(WorkerConfig(), worker_id=worker_id)
+            settings = replace(WorkerConfig(), worker_id=worker_id, transport=transport)
             life = AsyncExitStack()
             stack.push_async_callback(life.aclose)
             server = GrpcServer(settings.host, port, deadlines)

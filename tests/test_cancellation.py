@@ -145,12 +145,13 @@ async def test_prefill_serve(cluster: LocalCluster, recompute: Recompute, when: 
 
 
 @WHEN
-@pytest.mark.parametrize("known", [True, False], ids=["connected", "strangers"])
-@pytest.mark.parametrize("handle", [True, False], ids=["with a handle", "from the start"])
-async def test_decode_serve(cluster: LocalCluster, recompute: Recompute, when: str, known: bool, handle: bool) -> None:
+@pytest.mark.parametrize(
+    ("handle", "known"),
+    [(True, True), (True, False), (False, True)],
+    ids=["with a handle", "with a stranger's handle", "from the start"],
+)
+async def test_decode_serve(cluster: LocalCluster, recompute: Recompute, when: str, handle: bool, known: bool) -> None:
     """`known`: the reader has a connection to the holder already."""
-    if not (known or handle):
-        pytest.skip("no holder is met")
     prefill, decode = cluster.local
     number, reached = 0, True
     async with stream_to(prefill) as holder, stream_to(decode) as stream:
@@ -294,7 +295,7 @@ async def test_generate_wherever_its_attempts_wait(
         if not reached:
             assert client.answers == [recompute(PROMPT, SEEDED, fork) for fork in range(2)]
         await the_next_request_works(cluster, recompute)
-    assert number > (12 if failing else 6)
+    assert number > (9 if failing else 6)
 
 
 async def test_closing_the_generator_after_any_delta(cluster: LocalCluster, recompute: Recompute) -> None:

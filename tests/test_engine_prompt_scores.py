@@ -60,7 +60,7 @@ def test_every_prompt_token_once(bound: int, blocks: int, prefill_only: bool) ->
     assert scored.keys() <= {one.key for one in asked}
     for (key, _), tokens in given.items():
         assert tokens == prompts[key][1][: len(tokens)]
-    assert sched.num_preemptions or blocks > 8
+    assert sched.num_preemptions or blocks > 8 or prefill_only
     assert_all_free(sched)
 
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from redis_tools import eventually
 
 from common.deadlines import Deadlines
 from common.engine.sequence import SamplingParams
+from common.errors import HandoverError
 from kvtransfer.claim import Claim, PullStats
 from kvtransfer.client import HolderClient
+from kvtransfer.handle import KVHandle
 from kvtransfer.holder import KVHolder
-from kvtransfer.lease import ROUTER
+from kvtransfer.lease import ROUTER, LeaseTable
 from kvtransfer.reader import KVReader
 from router.context import Context
 
@@ -118,6 +121,73 @@ async def test_a_holder_that_dies_under_its_handle_costs_a_resume(
         await cluster.stop(deaths.dead)
         await cluster.assert_all_free()
         assert (await cluster.answer(PROMPT, SEEDED)).report.attempts == 1
+
+
+def taken(leases: LeaseTable, handle: KVHandle) -> KVHandle:
+    leases.renew(handle.id, handle.epoch, reader_id=99)
+    return handle
+
+
+def released(leases: LeaseTable, handle: KVHandle) -> KVHandle:
+    leases.release(handle.id, handle.epoch, ROUTER)
+    return handle
+
+
+def of_an_earlier_life(leases: LeaseTable, handle: KVHandle) -> KVHandle:
+    return replace(handle, epoch=handle.epoch - 1)
+
+
+def on_other_blocks(leases: LeaseTable, handle: KVHandle) -> KVHandle:
+    return replace(handle, block_ids=tuple(block + 1 for block in handle.block_ids))
+
+
+def of_another_model(leases: LeaseTable, handle: KVHandle) -> KVHandle:
+    return replace(handle, fingerprint="another")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "code"),
+    [
+        (taken, "handle_taken"),
+        (released, "kv_expired"),
+        (of_an_earlier_life, "epoch_mismatch"),
+        (on_other_blocks, "handover_failed"),
+        (of_another_model, "fingerprint_mismatch"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+async def test_a_handle_that_is_refused_costs_a_resume_and_no_byte(
+    model: Path, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, spoil: Any, code: str
+) -> None:
+    """Leases last half a minute: what is free in a moment was released, by whoever had the right."""
+    recompute = Recompute.of(model, "float32")
+    claimed, pull = KVReader.claimed, Claim.pull
+    refused: list[str] = []
+    pulls: list[int] = []
+
+    @asynccontextmanager
+    async def spoiled(reader: KVReader, handle: KVHandle) -> AsyncIterator[Claim]:
+        wanted = handle if refused else spoil(cluster.prefill[0].leases, handle)
+        try:
+            async with claimed(reader, wanted) as claim:
+                yield claim
+        except HandoverError as error:
+            refused.append(error.code)
+            raise
+
+    async def counted(claim: Claim, pairs: Any) -> PullStats:
+        pulls.append(len(refused))
+        return await pull(claim, pairs)
+
+    monkeypatch.setattr(KVReader, "claimed", spoiled)
+    monkeypatch.setattr(Claim, "pull", counted)
+    async with local_cluster(model, redis_server.url, deadlines=DEADLINES) as cluster:
+        answered = await cluster.answer(PROMPT, SEEDED)
+        assert refused == [code]
+        assert pulls == [1]
+        assert answered.tokens == [recompute(PROMPT, SEEDED)]
+        assert answered.report.attempts == 2
+        await cluster.assert_all_free()
 
 
 async def test_a_new_life_at_the_address_serves_at_once_and_the_old_one_is_forgotten(

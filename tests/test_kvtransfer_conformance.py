@@ -182,6 +182,27 @@ async def test_a_cancelled_pull_ends_after_its_last_write_and_the_holder_is_free
         assert [digest(block) for block in pool.blocks()] == after
 
 
+async def test_a_pull_cancelled_while_it_waits_for_another_never_copies(transport, holder):
+    copy = BlockedCopy()
+    async with reading(held_back(transport, copy)) as (reader, pool):
+        before = [digest(block) for block in pool.blocks()]
+        async with (
+            reader.claimed(await holder.hold(0)) as first,
+            reader.claimed(await holder.hold(1)) as second,
+        ):
+            running = asyncio.create_task(first.pull([(0, 0)]))
+            await until(copy.reached.is_set, PATIENCE_S)
+            waiting = asyncio.create_task(second.pull([(1, 1)]))
+            await asyncio.sleep(0.05)
+            waiting.cancel()
+            copy.go.set()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            await running
+        assert [digest(block) for block in pool.blocks()] == [holder.digests[0], *before[1:]]
+    await settled(holder)
+
+
 Fault = Callable[[HolderProcess, Proxy], Awaitable[object]]
 
 

@@ -295,3 +295,45 @@ class LeaseMachine(RuleBasedStateMachine):
 
 LeaseMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestLeasesAgainstAModel = LeaseMachine.TestCase
+
+
+def test_only_the_reader_that_claimed_may_read_and_only_the_leases_blocks(holder):
+    lease = holder.hold(5, 6, 7)
+    with pytest.raises(HandoverError, match="not claimed"):
+        holder.table.check_reader(lease.id, EPOCH, READER)
+    holder.table.renew(lease.id, EPOCH, READER, (5, 6, 7))
+    for block_ids in ((), (5, 6, 7), (7, 5), (6, 6)):
+        holder.table.check_reader(lease.id, EPOCH, READER, block_ids)
+    for reader_id, error in ((OTHER, HandleTaken), (ROUTER, HandoverError)):
+        with pytest.raises(error) as caught:
+            holder.table.check_reader(lease.id, EPOCH, reader_id, (5,))
+        assert caught.value.field == "reader_id"
+    for block_ids in ((8,), (5, 8)):
+        with pytest.raises(HandoverError) as caught:
+            holder.table.check_reader(lease.id, EPOCH, READER, block_ids)
+        assert caught.value.field == "block_ids"
+    with pytest.raises(EpochMismatch):
+        holder.table.check_reader(lease.id, EPOCH + 1, READER, (5,))
+    with pytest.raises(KVExpired):
+        holder.table.check_reader(bytes(HANDLE_ID_BYTES), EPOCH, READER, (5,))
+
+
+@pytest.mark.parametrize("after_s", [LEASE_S - 0.001, LEASE_S])
+def test_reading_ends_with_the_lease_and_does_not_renew_it(holder, after_s):
+    lease = holder.hold(5)
+    holder.table.renew(lease.id, EPOCH, READER)
+    holder.clock.now += after_s
+    if after_s < LEASE_S:
+        holder.table.check_reader(lease.id, EPOCH, READER, (5,))
+        holder.clock.now += LEASE_S - after_s
+    with pytest.raises(KVExpired):
+        holder.table.check_reader(lease.id, EPOCH, READER, (5,))
+    assert holder.freed == [5]
+
+
+def test_reading_ends_with_the_release(holder):
+    lease = holder.hold(5)
+    holder.table.renew(lease.id, EPOCH, READER)
+    holder.table.release(lease.id, EPOCH, READER)
+    with pytest.raises(KVExpired):
+        holder.table.check_reader(lease.id, EPOCH, READER)

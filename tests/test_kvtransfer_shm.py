@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv_fakes import BlockedCopy, FakePool, memfds_mapped, until
+from kv_fakes import FakePool, memfds_mapped
 
 from common.errors import HandoverError, TransportUnavailable
 from kvtransfer import shm
@@ -199,30 +199,6 @@ async def test_an_fd_number_reused_by_another_pool_gives_another_proof(executor,
     reader.close()
 
 
-@pytest.mark.parametrize("pairs", [[(12, 0)], [(0, 10)], [(-1, 0)], [(0, -1)], [(0, 0), (99, 1)]])
-async def test_blocks_beyond_either_pool_are_refused_before_a_byte_moves(executor, source, target, pairs):
-    reader, before = ShmReader(executor, CHANNEL), target.blocks()
-    await reader.open(ShmHolder(source).offer())
-    with pytest.raises(HandoverError):
-        await reader.pull(TICKET, pairs, target, ignore)
-    assert target.blocks() == before
-    reader.close()
-
-
-async def test_blocks_of_another_size_are_refused(executor, source):
-    reader, other = ShmReader(executor, CHANNEL), FakePool(4, block_bytes=4096)
-    await reader.open(ShmHolder(source).offer())
-    with pytest.raises(HandoverError, match="4096"):
-        await reader.pull(TICKET, [(0, 0)], other, ignore)
-    reader.close()
-    other.close()
-
-
-async def test_a_pull_without_an_open_map_is_refused(executor, target):
-    with pytest.raises(HandoverError):
-        await ShmReader(executor, CHANNEL).pull(TICKET, [(0, 0)], target, ignore)
-
-
 async def test_the_holders_memory_cannot_be_written_and_is_let_go(executor, source):
     before, fds = memfds_mapped(), open_fds()
     reader = ShmReader(executor, CHANNEL)
@@ -233,42 +209,6 @@ async def test_the_holders_memory_cannot_be_written_and_is_let_go(executor, sour
     reader.close()
     reader.close()
     assert (memfds_mapped(), open_fds()) == (before, fds)
-
-
-@pytest.mark.parametrize("cancellations", [1, 3])
-async def test_a_cancelled_pull_ends_only_after_its_copy(executor, source, target, monkeypatch, cancellations):
-    monkeypatch.setattr(shm, "SLICE_BYTES", source.block_bytes)
-    reader, copy, before = ShmReader(executor, CHANNEL), BlockedCopy(), target.blocks()
-    await reader.open(ShmHolder(source).offer())
-    pull = asyncio.create_task(reader.pull(TICKET, [(i, i) for i in range(8)], target, copy))
-    await until(copy.reached.is_set)
-    for _ in range(cancellations):
-        pull.cancel()
-        await asyncio.sleep(0.01)
-        assert not pull.done()
-    copy.go.set()
-    with pytest.raises(asyncio.CancelledError):
-        await pull
-    assert copy.last == source.block_bytes  # it stopped after the slice
-    assert target.blocks() == [source.block(0), *before[1:]]
-    reader.close()
-
-
-async def test_a_pull_cancelled_while_it_waits_for_another_never_copies(executor, source, target):
-    reader, copy, before = ShmReader(executor, CHANNEL), BlockedCopy(), target.blocks()
-    await reader.open(ShmHolder(source).offer())
-    first = asyncio.create_task(reader.pull(TICKET, [(0, 0)], target, copy))
-    await until(copy.reached.is_set)
-    second = asyncio.create_task(reader.pull(TICKET, [(1, 1)], target, ignore))
-    await asyncio.sleep(0.01)
-    second.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await second
-    assert not first.done()
-    copy.go.set()
-    await first
-    assert target.blocks() == [source.block(0), *before[1:]]
-    reader.close()
 
 
 async def test_a_copy_that_fails_raises_its_error_and_the_map_still_closes(executor, source, target):

@@ -113,7 +113,8 @@ def take_scores(logits: Tensor, batch: Batch) -> tuple[Tensor, tuple[PromptScore
         if chunk.scored:
             rows = zip(logits[row : row + count], sequence.token_ids[first : first + count], strict=True)
             top = sequence.params.prompt_logprobs or 0
-            scores.append(PromptScores(sequence, first, tuple(_finite_logprobs(one, token, top) for one, token in rows)))
+            logprobs = tuple(_finite_logprobs(one, token, top) for one, token in rows)
+            scores.append(PromptScores(sequence, first, logprobs))
         row += count
         if chunk.samples:
             sampled.append(row)

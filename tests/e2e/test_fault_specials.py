@@ -7,8 +7,9 @@ import grpc
 import pytest
 from faults.cases import BODIES, COMPANIONS, GREEDY, Stage
 from faults.client import BROKEN, Answer, Asked
-from faults.cluster import DEADLINES, WORKERS, FaultCluster, eventually
+from faults.cluster import DEADLINES, WORKERS, FaultCluster
 from faults.proxy import BLACKHOLE, Traffic
+from faults.tools import eventually
 from process_tools import linux
 from redis.asyncio import Redis
 
@@ -65,16 +66,15 @@ async def test_a_reader_that_wakes_after_its_lease_answers_with_nobody_elses_kv(
     strangers = await references(cluster, *STRANGERS)
     await connect_all(cluster)
     await cluster.quiet()
-    for prefill in PREFILL:
-        for decode in DECODE:
-            cluster.proxies[prefill].shape(Traffic(**{way: False}), owner=decode)
+    pairs = [(prefill, decode) for prefill in PREFILL for decode in DECODE]
+    for prefill, decode in pairs:
+        cluster.proxies[prefill].shape(Traffic(**{way: False}), owner=decode)
     asked = cluster.ask(body)
-    holder, reader = await cluster.busy("prefill", "kv_leases"), await cluster.busy("decode")
 
-    async def on_its_way() -> bool:
-        return cluster.proxies[holder].held[reader, way] >= CALL_BYTES
+    async def on_its_way() -> tuple[str, str] | None:
+        return next((pair for pair in pairs if cluster.proxies[pair[0]].held[pair[1], way] >= CALL_BYTES), None)
 
-    await eventually(on_its_way, "the claim's bytes are held")
+    holder, reader = await eventually(on_its_way, "the bytes of a call are held")
     cluster.freeze(reader)
     for prefill in PREFILL:
         await cluster.proxies[prefill].heal()

@@ -1,17 +1,14 @@
 """A small cluster of real processes, each behind a proxy, that are killed, frozen, cut off and brought back."""
 
 import asyncio
-import re
 import secrets
 import signal
 import sys
-from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TextIO
 
 import aiohttp
-from checkpoints import make_random_checkpoint
 
 from cli.child import Child, ChildSpec, Console
 from cli.up import child_environment, redis_ready
@@ -19,8 +16,9 @@ from common.deadlines import Deadlines
 from common.redis_server import find_redis_server, free_port, server_command
 from faults.client import Answer, Asked
 from faults.proxy import Proxy
+from faults.tools import eventually, open_files, total
 
-SCALE = 0.2
+SCALE = 0.3
 DEADLINES = Deadlines().scaled(SCALE)
 SETTLE_S = DEADLINES.lease_s + 5.0 * SCALE + 1.0  # until nothing is held for anybody; 1 s for a busy machine
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
@@ -41,29 +39,6 @@ FLAGS = (
     "--threads=1",
     "--log-level=info",
 )
-
-
-def tiny_model(directory: Path) -> Path:
-    """A random checkpoint of 5 ms a step and 6 KiB of KV a token."""
-    return make_random_checkpoint(
-        directory / "tiny",
-        hidden_size=256,
-        num_layers=6,
-        num_heads=8,
-        num_kv_heads=4,
-        head_dim=32,
-        intermediate_size=512,
-    )
-
-
-async def eventually(condition: Callable[[], Awaitable[Any]], what: str, timeout_s: float = 30.0) -> Any:
-    """The condition's first true value."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + timeout_s
-    while not (value := await condition()):
-        assert loop.time() < deadline, f"not so after {timeout_s:g} s: {what}"
-        await asyncio.sleep(0.005)
-    return value
 
 
 class FaultCluster:
@@ -218,9 +193,7 @@ class FaultCluster:
         return total(await self.metrics(name), metric, **labels)
 
     async def open_files(self, name: str) -> int:
-        found = re.search(r"^process_open_fds (\S+)", await self.metrics(name), re.MULTILINE)
-        assert found, f"{name} has no metrics"
-        return int(float(found[1]))
+        return open_files(await self.metrics(name))
 
     async def busy(self, role: str, metric: str = "num_attempts") -> str:
         """The first worker of this role on which the metric is not zero; waits for one."""
@@ -268,12 +241,3 @@ class FaultCluster:
             assert answer.error is None, answer.error
             self._references[key] = answer
         return self._references[key]
-
-
-def total(text: str, metric: str, **labels: str) -> float:
-    """The sum of a metric's series that have these labels, in Prometheus' text."""
-    result = 0.0
-    for found in re.finditer(rf"^kvrelay:{metric}\{{(.*)\}} (\S+)$", text, re.MULTILINE):
-        if all(f'{key}="{value}"' in found[1] for key, value in labels.items()):
-            result += float(found[2])
-    return result

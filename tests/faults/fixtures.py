@@ -1,11 +1,13 @@
 """One long-lived cluster a test module, healthy before and after each test."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import pytest_asyncio
 
-from faults.cluster import FaultCluster, tiny_model
+from faults.cluster import FaultCluster
+from faults.report import Record
+from faults.tools import tiny_model
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -27,3 +29,10 @@ async def cluster(shared: FaultCluster) -> AsyncIterator[FaultCluster]:
     await shared.heal()
     await shared.quiet()
     print(shared.logged())
+
+
+@pytest.fixture(scope="module")
+def record() -> Iterator[Record]:
+    found = Record()
+    yield found
+    found.show()

@@ -1,11 +1,49 @@
-"""The fault matrix as a table for people and as JSON lines."""
+"""Which part of the fault matrix runs, and what came of it, as a table for people and as JSON lines."""
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from faults.cases import STAGES, Case, Outcome, Stage
+import pytest
+
+from faults.cases import STAGES, Case, Stage
+from faults.run import Outcome
+
+REPEATS = int(os.environ.get("KVRELAY_FAULTS", "0"))  # of the whole matrix; 0: the quick part of it, once
+LINES = Path(os.environ.get("KVRELAY_FAULTS_REPORT", "build/faults.jsonl"))
+
+
+def selected(everything: Sequence[Case], quick: Sequence[Case]) -> list[Any]:
+    """(case, turn) to parametrize a test with."""
+    turns = [(case, turn) for turn in range(REPEATS) for case in everything] or [(c, i) for i, c in enumerate(quick)]
+    return [pytest.param(case, turn, id=f"{case}, {turn}") for case, turn in turns]
+
+
+class Record:
+    """The outcomes of a module's cases; shown at its end where the whole matrix is asked for."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[Outcome] = []
+
+    @contextmanager
+    def of(self, case: Case) -> Iterator[None]:
+        try:
+            yield
+        except AssertionError as error:
+            self.outcomes.append(Outcome(case, f"failed: {error}".splitlines()[0], 0, 0.0, 0.0))
+            raise
+
+    def show(self) -> None:
+        if REPEATS:
+            print(f"\n{table(self.outcomes)}\n")
+            LINES.parent.mkdir(parents=True, exist_ok=True)
+            with LINES.open("a") as file:
+                for outcome in self.outcomes:
+                    file.write(f"{json.dumps(asdict(outcome))}\n")
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
@@ -18,13 +56,8 @@ def table(outcomes: Sequence[Outcome]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     failed = sum(one.result.startswith("failed") for one in outcomes)
-    return "\n".join(
-        [
-            *lines,
-            "(result, longest stall / all ready again, seconds; the worst of all runs)",
-            f"{len(outcomes)} runs, {failed} failed",
-        ]
-    )
+    legend = "(result, longest stall of the answer / from the fault until all is ready, seconds; the worst of all runs)"
+    return "\n".join([*lines, legend, f"{len(outcomes)} runs, {failed} failed"])
 
 
 def _cell(outcomes: Sequence[Outcome]) -> str:
@@ -32,9 +65,3 @@ def _cell(outcomes: Sequence[Outcome]) -> str:
         return "-"
     results = "/".join(sorted({one.result for one in outcomes}))
     return f"{results} {max(one.stall_s for one in outcomes):.1f}/{max(one.ready_s for one in outcomes):.1f}"
-
-
-def write_lines(outcomes: Sequence[Outcome], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(asdict(one.case) | {k: v for k, v in asdict(one).items() if k != "case"}) for one in outcomes]
-    path.write_text("".join(f"{line}\n" for line in lines))

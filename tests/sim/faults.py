@@ -116,9 +116,18 @@ class Faults:
         node.kill()
         world.network.killed(node, silent=silent)
         if name.startswith("router"):
+            world.loop.after(1.2 * DEADLINES.dead_s + 0.5, self._forgotten, world.routers[int(name[7:])].router_id)
             for asked in world.asked:
                 if name == f"router-{asked.router}" and asked.router_node is node and not asked.outcome:
                     world.end_request(asked, "broken")
+
+    def _forgotten(self, router_id: str) -> None:
+        """Workers that have heard everything all the time have nothing of a dead router any more."""
+        for worker in self._world.workers.values():
+            heard = not (self._world.counts["partitions"] or worker.node.freezes or "stall" in self.kinds)
+            attempts = [request for router, request in worker.service.relay_server._attempts if router == router_id]
+            if heard and attempts:
+                self._world.violate(f"{worker.shape.name} still has {attempts} of {router_id}, which is dead")
 
     def revive(self, name: str) -> None:
         world = self._world

@@ -21,6 +21,7 @@ class Machine:
         self.loop = loop
         self.rng = rng
         self.pools: dict[str, ToyPool] = {}  # by nonce; a killed process's too, for those who have mapped it
+        self.piece_s = rng.choice([0.002, 0.002, 0.02, 0.2])  # a block takes up to so long
         self.stall = 0.0  # probability, of each copy
         self.stall_s = 0.0
         self.on_read: Callable[[Ticket, ToyPool, int], None] = lambda ticket, pool, block: None
@@ -90,14 +91,14 @@ class MachineReader:
         for number, (theirs, ours) in enumerate(pairs):
             if stop:
                 return
-            await asyncio.sleep(0.002 * rng.random())
+            await asyncio.sleep(machine.piece_s * rng.random())
             for half in (0, HALF):
                 machine.on_read(ticket, source, theirs)
                 read = bytes(source.memory[theirs * BLOCK_BYTES + half :][:HALF])
                 if half and number == stalls:
                     await asyncio.sleep(machine.stall_s)
                 elif half and rng.random() < 0.2:
-                    await asyncio.sleep(0.003 * rng.random())
+                    await asyncio.sleep(machine.piece_s * rng.random())
                 machine.on_write(pool, ours)
                 pool.memory[ours * BLOCK_BYTES + half :][:HALF] = read
             done += BLOCK_BYTES

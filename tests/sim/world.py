@@ -320,6 +320,8 @@ class World:
         for worker in self.lives:
             if worker.shape.role == "prefill":
                 self.counts["expired leases"] += worker.leases.num_expired
+                if self.faults.harmless and worker.leases.num_expired:
+                    self.violation = self.violation or "a lease ran out, without a fault"
         return Result(self.seed, self.violation, self.counts, self.digest, self.trace)
 
     def _run(self) -> None:
