@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from common.config import POSITIVE, setting
+from common.config import POSITIVE, Bytes, setting
 from common.errors import ConfigError
 
 MODEL = "model directory, GGUF file or owner/name on the hub (default: the demo model, fetched once)"
@@ -92,6 +92,7 @@ class RouterOptions:
     requests: int = setting(16, "at least, for each number of streams and run", within=POSITIVE)
     runs: int = setting(3, "of each kind, in turn", within=POSITIVE)
     vocab_size: int = setting(8192, "prompts are random token ids from 256 to this", within=(257, 2**31))
+    profile: bool = setting(False, "run the router under cProfile and tell the functions that take most; slower")
     json: bool = setting(False, JSON)
 
 
@@ -111,6 +112,64 @@ class BatchingOptions:
     threads: int = setting(1, "of the engine", within=POSITIVE)
     runs: int = setting(3, "of each kind, in turn, with a seed each", within=POSITIVE)
     seed: int = setting(0, "of the first run", within=(0, None))
+    vocab_size: int = setting(8192, "prompts are random token ids from 256 to this", within=(257, 2**31))
+    json: bool = setting(False, JSON)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterOptions:
+    """A cluster of a measurement's own, in float32, where an answer never depends on its company."""
+
+    model: str | None = setting(None, MODEL)
+    prefill: int = setting(2, "prefill workers", within=(0, None))
+    decode: int = setting(2, "decode workers", within=POSITIVE)
+    max_model_len: int = setting(2048, "longest prompt plus output, tokens", within=(256, None))
+    kv_cache_memory: Bytes | None = setting(None, "size of each KV pool, such as 16Mi (default: as of `kvrelay up`)")
+    deadline_scale: float = setting(1.0, "factor on the cluster's time-outs", within=(1e-3, 1e3))
+    request_timeout: float = setting(120.0, "seconds after which a request counts as hung", within=(1e-3, None))
+
+
+@dataclass(frozen=True, slots=True)
+class SoakOptions(ClusterOptions):
+    """Requests of all kinds for a long time, with aborts and faults; each answer is compared."""
+
+    seconds: float = setting(120.0, "for which requests are sent", within=(1, None))
+    faults: bool = setting(False, "kill, freeze or drain a worker, or Redis, every few seconds")
+    fault_every: float = setting(4.0, "seconds between two of them, on average", within=(0.1, None))
+    seed: int = setting(0, "of the requests, their order and the faults", within=(0, None))
+    templates: int = setting(40, "different requests", within=POSITIVE)
+    concurrency: int = setting(16, "requests at a time", within=POSITIVE)
+    max_num_seqs: int = setting(12, "sequences at once on each worker", within=POSITIVE)
+    aborts: float = setting(0.15, "share of requests whose client leaves", within=(0, 1))
+    rss_slope: float = setting(2.0, "most that the router may grow, MB for 1,000 requests", within=(0, None))
+    json: bool = setting(False, JSON + " before the last line, which is one anyhow")
+
+
+@dataclass(frozen=True, slots=True)
+class BurstOptions(ClusterOptions):
+    """Many times more requests at once than the cluster has room for."""
+
+    prefill: int = setting(1, "prefill workers", within=(0, None))
+    decode: int = setting(1, "decode workers", within=POSITIVE)
+    max_num_seqs: int = setting(8, "sequences at once on each worker: the capacity", within=POSITIVE)
+    times: int = setting(10, "requests of the burst, in capacities", within=POSITIVE)
+    prompt_tokens: int = setting(64, "of each request", within=POSITIVE)
+    output_tokens: int = setting(64, "of each request", within=POSITIVE)
+    runs: int = setting(3, "undisturbed, burst, undisturbed again", within=POSITIVE)
+    vocab_size: int = setting(8192, "prompts are random token ids from 256 to this", within=(257, 2**31))
+    json: bool = setting(False, JSON)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamsOptions(ClusterOptions):
+    """What the router takes for many streams at a time."""
+
+    prefill: int = setting(0, "prefill workers", within=(0, None))
+    decode: int = setting(1, "decode workers", within=POSITIVE)
+    streams: str = setting("250,500,1000", "answers at a time, comma-separated, in this order")
+    rounds: int = setting(2, "times that all is measured, on one router", within=POSITIVE)
+    prompt_tokens: int = setting(16, "of each request", within=POSITIVE)
+    output_tokens: int = setting(64, "of each request", within=POSITIVE)
     vocab_size: int = setting(8192, "prompts are random token ids from 256 to this", within=(257, 2**31))
     json: bool = setting(False, JSON)
 

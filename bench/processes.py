@@ -116,7 +116,7 @@ class Processes:
 
     async def leftovers(self) -> dict[str, float]:
         """Gauges of all processes that are not zero, as "process gauge"."""
-        found = {}
+        found: dict[str, float] = {}
         for name in self.names():
             found |= {f"{name} {gauge}": value for gauge, value in (await self.gauges(name)).items() if value}
         return found

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-WORDS = "river stone seven lamp quiet north table green wind paper copper morning bridge letter salt orchard".split()
+WORDS = ("river", "stone", "seven", "lamp", "quiet", "north", "table", "green", "paper", "copper", "morning", "orchard")
 CHARS = (1, 15, 16, 17, 31, 60, 250, 700, 1500)  # of prompts
 SHARED = (0, 0, 32, 320)  # characters that a prompt has in common with others
 MAX_TOKENS = (1, 2, 3, 16, 17, 40, 100)

@@ -107,6 +107,11 @@ class WorkerConfig:
     metrics_port: int = setting(0, "port of /metrics and /health over HTTP (0: any free one)", within=PORTS)
     worker_id: str = setting("", "name in logs, metrics and Redis, unique there (default: role and address)")
     transport: str = setting("auto", "ways to move KV, best first, comma-separated (auto: all that can be proven)")
+    max_held_kv: float = setting(
+        0.75,
+        "share of a prefill worker's blocks that may be held for others before it refuses prompts",
+        within=(0.0, 1.0),
+    )
     log_level: str = setting("info", "least level logged", choices=("debug", "info", "warning", "error"))
     drain_timeout: float = setting(
         30.0, "seconds that running requests get to end after SIGTERM", within=(0.0, 86400.0)
@@ -245,6 +250,11 @@ def from_arguments(config: type[Config], arguments: argparse.Namespace, *, skip:
             wanted = f"at least {low}" if high is None else f"between {low} and {high}"
             raise ConfigError(f"--{flag_of(item)} must be {wanted}, got {value}", field=item.name)
     return config(**values)
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """The items of a comma-separated setting."""
+    return tuple(item.strip() for item in text.split(",") if item.strip())
 
 
 def to_arguments(config: Any) -> list[str]:

@@ -51,7 +51,7 @@ class ModelNotFound(NotFound):
 class Overloaded(KVRelayError):
     """Refused before any work; `retry_after_s` goes into the Retry-After header."""
 
-    code, http_status, grpc_status = "overloaded", 429, "RESOURCE_EXHAUSTED"
+    code, http_status, grpc_status, resumable = "overloaded", 429, "RESOURCE_EXHAUSTED", True
 
     def __init__(self, message: str, *, field: str | None = None, retry_after_s: float = 1.0) -> None:
         super().__init__(message, field=field)

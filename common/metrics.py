@@ -72,6 +72,7 @@ class WorkerMetrics:
         self._waiting = make.gauge("num_requests_waiting", "Sequences waiting for blocks or budget.")
         self._waiting_tokens = make.gauge("num_waiting_tokens", "Tokens not computed yet, running and waiting.")
         self._usage = make.gauge("kv_cache_usage_perc", "Share of KV blocks in use; 1 is all of them.")
+        self._used_blocks = make.gauge("kv_used_blocks", "KV blocks in use.")
         self._queries = make.counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._hits = make.counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._prompt = make.counter("prompt_tokens", "Prompt tokens of sequences whose first token was made here.")
@@ -113,6 +114,7 @@ class WorkerMetrics:
         self._running.set(load.running)
         self._waiting.set(load.waiting)
         self._waiting_tokens.set(load.waiting_tokens)
+        self._used_blocks.set(load.total_blocks - load.free_blocks)
         self._usage.set(1 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0)
         self._attempts.set(attempts)
 

@@ -1,7 +1,7 @@
 """Transport between any two hosts: a stream of checksummed frames over the KV service's own connection.
 
-The blocks asked for are one stream of bytes, cut into frames. HTTP/2 flow control holds the holder back; it has at
-most two frames of a pull in memory, however slow the reader is.
+The blocks asked for are one stream of bytes, cut into frames. HTTP/2 flow control holds the holder back: it makes a
+frame of a pull when the one before is on its way, so its memory doesn't depend on how slow readers are.
 """
 
 import asyncio
@@ -25,9 +25,9 @@ from kvtransfer.transport import BlockMemory, Offer, Progress, Ticket, Transport
 
 NAME = "grpc"
 PULL = "/kvrelay.v1.KV/Pull"
-MAX_FRAME_BYTES = 2**20
-FRAME_BYTES = MAX_FRAME_BYTES
-PULL_S = 600.0  # the RPC at most; the claim watches its progress, and the holder its lease
+MAX_FRAME_BYTES = 2**20  # of data, that a reader takes
+FRAME_BYTES = MAX_FRAME_BYTES  # that a holder sends
+PULL_S = 600.0  # the call at most; the claim watches its progress, and the holder its lease
 NONCE_BYTES = 32
 
 
@@ -89,6 +89,7 @@ class GrpcReader:
             block_ids=[source for source, _ in pairs],
         )
         incoming = Incoming([target for _, target in pairs], pool, progress)
+        progress(0)
         try:
             call = self._pull(request, timeout=PULL_S)
         except grpc.aio.UsageError as error:
@@ -139,7 +140,6 @@ class Incoming:
         self._progress = progress
         self._total = len(block_ids) * pool.block_bytes
         self._done = 0
-        progress(0)
 
     def take(self, message: bytes) -> None:
         """Copies the next frame's data; of a frame that is wrong, nothing."""

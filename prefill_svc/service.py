@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from common.convert import load_to_proto, scores_to_proto, token_to_proto
 from common.engine.batch import StepOutput, TokenOutput
 from common.engine.sequence import Sequence
-from common.errors import InvalidRequest, KVRelayError, RequestTimeout
+from common.errors import InvalidRequest, KVRelayError, Overloaded, RequestTimeout
 from common.relay import RelayServer, Session
 from common.rpc import kv_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
 from common.submission import sequences_of
@@ -47,6 +47,7 @@ class PrefillService:
         self._metrics = worker.metrics
         self._clock = worker.clock
         self._deadlines = worker.deadlines
+        self._max_held_kv = worker.settings.max_held_kv
         self._expired = 0  # leases that metrics have counted
         self._attempts: dict[str, Prefilling] = {}
         self.relay_server = RelayServer(
@@ -79,6 +80,7 @@ class PrefillService:
 
     async def serve(self, submission: types_pb2.Submission, session: Session, key: str) -> None:
         """One attempt, from its tokens to FirstTokens; whatever ends it, the engine and the pool forget it."""
+        self._check_room()
         sequence, *others = sequences_of(
             submission,
             key=key,
@@ -107,6 +109,12 @@ class PrefillService:
             del self._attempts[key]
             self.engine.abort(key)
             self.engine.free_blocks(attempt.block_ids)
+
+    def _check_room(self) -> None:
+        """Raises Overloaded while too much is held for readers that don't come: a new prompt would only wait."""
+        held, total = self.leases.held_blocks, self.engine.load().total_blocks
+        if held and held >= self._max_held_kv * total:
+            raise Overloaded(f"{held} of {total} blocks are held for others")
 
     def _send_first_tokens(self, attempt: Prefilling, prefilled: Prefilled) -> None:
         sequence, now = attempt.sequence, self._clock()

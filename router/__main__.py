@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from aiohttp import web
 
-from common.config import RedisConfig, RouterConfig, from_arguments
+from common.config import RedisConfig, RequestLimits, RouterConfig, from_arguments, listed
 from common.deadlines import Deadlines
 from common.errors import AddressInUse
 from common.grpc_server import join_address
@@ -56,6 +56,9 @@ async def run(arguments: argparse.Namespace) -> int:
             deadlines=deadlines,
             ready=workers.ready,
             metrics=metrics,
+            limits=from_arguments(RequestLimits, arguments),
+            api_keys=listed(settings.api_key),
+            allowed_origins=listed(settings.allowed_origins),
         )
         runner = build_runner(app, deadlines.drain_s)
         await runner.setup()
@@ -73,7 +76,7 @@ async def run(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_role("router", (RouterConfig, RedisConfig), run, argv)
+    return run_role("router", (RouterConfig, RequestLimits, RedisConfig), run, argv)
 
 
 if __name__ == "__main__":

@@ -6,29 +6,38 @@ failure is an HTTP status, after it an error event. A client that leaves closes 
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
 
+from common.config import RequestLimits
 from common.deadlines import Deadlines
-from common.errors import InvalidRequest, KVRelayError, ModelNotFound, RequestTimeout
-from common.metrics import RouterMetrics, metrics_response
+from common.errors import KVRelayError, RequestTimeout
+from common.metrics import RouterMetrics
+from router.access import allow_origins, answer_preflight, require_key
+from router.echo import echo_alone
 from router.generation import Delta, Generation, GenerationRequest
 from router.http_errors import CLIENT_LEFT, add_request_id, errors_as_json, json_reply, known_error
+from router.http_server import Connections, make_runner, read_body, tell_guards
 from router.merge import MergedDeltas
-from router.openai import ChatRequest, CompletionRequest, Request
+from router.openai import ChatRequest, CompletionRequest, DetokenizeRequest, Request, TokenizeRequest
+from router.openapi import describe
+from router.pages import ModelCard, Pages
 from router.params import RequestBuilder
-from router.replies import ErrorBody
+from router.replies import ErrorBody, server_timing
 from router.reply_builder import ChatReply, CompletionReply, Reply
 from router.sse import ClientGone, EventStream
 from router.text import TextModel
-from router.wire import cut, parse
+from router.tokenizing import Tokenizing
+from router.wire import parse
 
-MAX_BODY = 64 * 2**20  # bytes
 INLINE_BODY = 32 * 2**10  # bytes; larger ones are parsed and tokenized in a thread
 DONE = "[DONE]"
+CONNECTIONS = web.AppKey("connections", Connections)
+DEADLINES = web.AppKey("deadlines", Deadlines)
+Made = TypeVar("Made")
 
 
 class Pipeline(Protocol):
@@ -60,31 +69,27 @@ class Api:
         *,
         model_name: str,
         max_model_len: int,
+        limits: RequestLimits,
         deadlines: Deadlines,
-        ready: Callable[[], tuple[bool, str]],
-        metrics: RouterMetrics,
         now: Callable[[], float],
+        pages: Pages,
     ) -> None:
         self._pipeline = pipeline
         self._text = text
         self._model_name = model_name
-        self._max_model_len = max_model_len
         self._deadlines = deadlines
-        self._ready = ready
-        self._metrics = metrics
         self._now = now
-        self._started_at = int(now())
-        self._builder = RequestBuilder(text, max_model_len)
+        self._pages = pages
+        self._builder = RequestBuilder(text, max_model_len, limits)
+        self._tokenizing = Tokenizing(text, max_model_len)
 
     def routes(self) -> list[web.RouteDef]:
         return [
             web.post("/v1/chat/completions", self._chat),
             web.post("/v1/completions", self._completion),
-            web.get("/v1/models", self._models),
-            web.get("/v1/models/{model:.+}", self._model),
-            web.get("/health", self._health),
-            web.get("/ready", self._readiness),
-            web.get("/metrics", self._metrics_page),
+            web.post("/tokenize", self._tokenize),
+            web.post("/detokenize", self._detokenize),
+            web.get("/openapi.json", self._openapi),
         ]
 
     async def _chat(self, http: web.Request) -> web.StreamResponse:
@@ -113,32 +118,21 @@ class Api:
         return events.response
 
     async def _generate(self, http: web.Request, endpoint: Endpoint, events: EventStream) -> web.StreamResponse:
-        body = await _read(http)
-        if len(body) > INLINE_BODY:
-            request, wanted = await asyncio.to_thread(self._prepare, endpoint, body)
-        else:
-            request, wanted = self._prepare(endpoint, body)
-        del body
+        request, wanted = await self._with_body(http, lambda body: self._prepare(endpoint, body))
         generations = [Generation(one) for one in wanted]
         options = request.stream_options
         with_usage = options is not None and options.include_usage
         with_report = http.headers.get("X-KVRelay-Report") == "1"
-        reply = endpoint.reply(
-            generations,
-            self._text,
-            self._model_name,
-            int(self._now()),
-            usage_in_chunks=options is not None and with_usage and options.continuous_usage_stats,
-        )
-        async with MergedDeltas([self._pipeline.generate(one) for one in generations]) as deltas:
+        reply = endpoint.reply(request, generations, self._text, self._model_name, int(self._now()))
+        async with MergedDeltas([self._deltas(one) for one in generations]) as deltas:
             if not request.stream:
                 async for item in deltas.items(None):
                     if item is not None:
                         reply.add(*item)
-                return json_reply(reply.whole(with_report), headers=_server_timing(generations))
+                return json_reply(reply.whole(with_report), headers=server_timing([one.report for one in generations]))
             async for item in deltas.items(self._deadlines.keepalive_s):
                 if not events.started:
-                    await events.start({} if item is None else _server_timing(generations))
+                    await events.start({} if item is None else server_timing([one.report for one in generations]))
                 if item is None:
                     await events.keep_alive()
                 else:
@@ -147,41 +141,39 @@ class Api:
         await events.send([*last, DONE])
         return events.response
 
+    def _deltas(self, generation: Generation) -> AsyncGenerator[Delta, None]:
+        deltas = self._pipeline.generate(generation)
+        return echo_alone(generation, deltas) if generation.request.echo_only else deltas
+
+    async def _with_body(self, http: web.Request, make: Callable[[bytes], Made]) -> Made:
+        """What is made of the body; where that may take long, others are served meanwhile."""
+        body = await read_body(http, self._deadlines.http_body_s)
+        return await asyncio.to_thread(make, body) if len(body) > INLINE_BODY else make(body)
+
     def _prepare(self, endpoint: Endpoint, body: bytes) -> tuple[Request, list[GenerationRequest]]:
         """Everything that depends on the request alone; may run in any thread."""
         request = parse(endpoint.request, body)
-        self._check_model(request.model)
+        self._pages.check_model(request.model)
         return request, endpoint.build(self._builder, request)
 
-    def _check_model(self, name: str) -> None:
-        if name != self._model_name:
-            raise ModelNotFound(f"the model {cut(name)} does not exist; there is {self._model_name}", field="model")
+    async def _tokenize(self, http: web.Request) -> web.Response:
+        return json_reply(await self._with_body(http, self._tokenized))
 
-    async def _models(self, _: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [self._card()]})
+    async def _detokenize(self, http: web.Request) -> web.Response:
+        return json_reply(await self._with_body(http, self._detokenized))
 
-    async def _model(self, http: web.Request) -> web.Response:
-        self._check_model(http.match_info["model"])
-        return web.json_response(self._card())
+    def _tokenized(self, body: bytes) -> str:
+        request = parse(TokenizeRequest, body)
+        self._pages.check_model(request.model)
+        return self._tokenizing.tokenize(request).model_dump_json()
 
-    def _card(self) -> dict[str, str | int]:
-        return {
-            "id": self._model_name,
-            "object": "model",
-            "created": self._started_at,
-            "owned_by": "kvrelay",
-            "max_model_len": self._max_model_len,
-        }
+    def _detokenized(self, body: bytes) -> str:
+        request = parse(DetokenizeRequest, body)
+        self._pages.check_model(request.model)
+        return self._tokenizing.detokenize(request).model_dump_json()
 
-    async def _health(self, _: web.Request) -> web.Response:
-        return web.json_response({"status": "ok"})
-
-    async def _readiness(self, _: web.Request) -> web.Response:
-        ready, reason = self._ready()
-        return web.json_response({"ready": ready, "reason": reason}, status=200 if ready else 503)
-
-    async def _metrics_page(self, http: web.Request) -> web.Response:
-        return metrics_response(self._metrics.registry, http.headers.get("Accept", ""))
+    async def _openapi(self, _: web.Request) -> web.Response:
+        return json_reply(describe())
 
 
 def build_app(
@@ -194,22 +186,34 @@ def build_app(
     ready: Callable[[], tuple[bool, str]],
     metrics: RouterMetrics,
     now: Callable[[], float] = time.time,
-    max_body: int = MAX_BODY,
+    limits: RequestLimits | None = None,
+    api_keys: Collection[str] = (),
+    allowed_origins: Collection[str] = (),
 ) -> web.Application:
     """The application. `ready` says whether workers could serve a request now and, where not, why."""
+    limits = limits or RequestLimits()
+    pages = Pages(ModelCard(id=model_name, created=int(now()), max_model_len=max_model_len), ready, metrics)
     api = Api(
         pipeline,
         text,
         model_name=model_name,
         max_model_len=max_model_len,
+        limits=limits,
         deadlines=deadlines,
-        ready=ready,
-        metrics=metrics,
         now=now,
+        pages=pages,
     )
-    app = web.Application(client_max_size=max_body, middlewares=[errors_as_json(metrics)])
-    app.add_routes(api.routes())
-    app.on_response_prepare.append(add_request_id)
+    connections = Connections(deadlines.http_header_s)
+    middlewares = [
+        tell_guards(connections),
+        errors_as_json(metrics),
+        answer_preflight(allowed_origins),
+        require_key(api_keys),
+    ]
+    app = web.Application(client_max_size=limits.max_body_size, middlewares=middlewares)
+    app[CONNECTIONS], app[DEADLINES] = connections, deadlines
+    app.add_routes([*api.routes(), *pages.routes()])
+    app.on_response_prepare.extend([add_request_id, allow_origins(allowed_origins)])
     return app
 
 
@@ -218,21 +222,4 @@ def build_runner(app: web.Application, shutdown_timeout_s: float) -> web.AppRunn
 
     Its cleanup() takes no new connection and gives the answers that run so many seconds to end.
     """
-    return web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout_s)
-
-
-async def _read(http: web.Request) -> bytes:
-    try:
-        return await http.read()
-    except web.RequestPayloadError as error:  # its chunks or its compression are broken
-        raise InvalidRequest(f"the body can't be read: {cut(str(error))}") from error
-    except ConnectionError as error:
-        raise ClientGone from error
-
-
-def _server_timing(generations: Sequence[Generation]) -> dict[str, str]:
-    """Of the prompt that took longest, milliseconds."""
-    reports = [one.report for one in generations]
-    queue_s = max(report.router_queue_s + report.prefill_queue_s for report in reports)
-    prefill_s = max(report.prefill_s for report in reports)
-    return {"Server-Timing": f"queue;dur={queue_s * 1e3:.1f}, prefill;dur={prefill_s * 1e3:.1f}"}
+    return make_runner(app, app[CONNECTIONS], app[DEADLINES], shutdown_timeout_s)

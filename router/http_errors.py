@@ -74,7 +74,12 @@ def _error_reply(error: KVRelayError) -> web.Response:
     if error.http_status in (429, 503):
         wait_s = error.retry_after_s if isinstance(error, Overloaded) else RETRY_AFTER_S
         headers["Retry-After"] = str(max(1, math.ceil(wait_s)))
-    return json_reply(ErrorBody.of(error).model_dump_json(), error.http_status, headers)
+    if error.http_status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    reply = json_reply(ErrorBody.of(error).model_dump_json(), error.http_status, headers)
+    if error.http_status == 408:  # what comes after the rest of the body is not waited for
+        reply.force_close()
+    return reply
 
 
 def _http_error(http: web.Request, error: web.HTTPException) -> web.Response:

@@ -5,7 +5,16 @@ Beside OpenAI's fields come some of vLLM's, under vLLM's names.
 
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, StringConstraints, Tag, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from router.wire import Neutral, Wire, field_kind, text_or_items
@@ -44,9 +53,10 @@ Stop = Annotated[
     BeforeValidator(_few),
 ]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-LogitBias = Annotated[
-    dict[Annotated[str, AfterValidator(_is_token_id)], Bias], Field(max_length=MAX_ENTRIES), BeforeValidator(_few)
+TokenName = Annotated[
+    str, AfterValidator(_is_token_id), WithJsonSchema({"type": "string", "pattern": "^(0|[1-9][0-9]{0,9})$"})
 ]
+LogitBias = Annotated[dict[TokenName, Bias], Field(max_length=MAX_ENTRIES), BeforeValidator(_few)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 BadWords = Annotated[list[StopString], Field(max_length=MAX_BAD_WORDS, fail_fast=True), BeforeValidator(_few)]

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, cast
 
 from common.deadlines import Deadlines
-from common.errors import HandoverError, KVRelayError, RequestTimeout
+from common.errors import HandoverError, KVRelayError, Overloaded, RequestTimeout
 from common.log import get_logger, log_event
 from common.metrics import RouterMetrics
 from common.rpc import decode_pb2, prefill_pb2, types_pb2
@@ -107,6 +107,11 @@ class Pipeline:
             except KVRelayError as error:
                 if not error.resumable or tries == MAX_ATTEMPTS:
                     raise
+                if isinstance(error, Overloaded):  # nothing was begun: other routers fill this worker, too
+                    if run.elapsed_s() > self._deadlines.router_queue_s:
+                        raise
+                    tries -= 1
+                    await self._workers.change(self._deadlines.heartbeat_s)
                 self._metrics.on_resume(error.code)
                 run.failed_handovers += isinstance(error, HandoverError)
                 request, reason = run.request.request_id, error.message

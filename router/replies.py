@@ -120,3 +120,18 @@ class ErrorBody(BaseModel):
         else:
             kind = "invalid_request_error" if 400 <= error.http_status < 499 else "server_error"
         return cls(error=ErrorDetail(message=error.message, type=kind, param=error.field, code=error.code))
+
+
+def server_timing(reports: Sequence[Report]) -> dict[str, str]:
+    """The header that tells where the time went, milliseconds, as far as it is known; of the prompt that took longest.
+
+    A hand-over and the wait at the decode worker are over before a whole reply, and not before a stream's headers.
+    """
+    spans = {
+        "queue": max(report.router_queue_s + report.prefill_queue_s for report in reports),
+        "prefill": max(report.prefill_s for report in reports),
+    }
+    if any(report.transport for report in reports):
+        spans["handover"] = max(report.handover_s for report in reports)
+        spans["decode-queue"] = max(report.decode_queue_s for report in reports)
+    return {"Server-Timing": ", ".join(f"{name};dur={seconds * 1e3:.1f}" for name, seconds in spans.items())}

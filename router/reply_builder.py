@@ -182,7 +182,7 @@ class CompletionReply(Reply[CompletionChoice]):
         logprobs = self._logprobs(choice, delta.tokens)
         if not (text or delta.finish_reason or (logprobs and logprobs.tokens)):
             return []
-        ending = {"stop_reason": delta.stop_reason} if delta.finish_reason is not None else {}
+        ending: dict[str, Any] = {"stop_reason": delta.stop_reason} if delta.finish_reason is not None else {}
         part = CompletionChoice(
             index=choice.index, text=text, logprobs=logprobs, finish_reason=delta.finish_reason, **ending
         )

@@ -20,6 +20,9 @@ CHARS_A_UNIT = 4
 MAX_BITS = 4096  # of an integer
 MAX_PADDING = 999  # characters that a formatting width, a precision or an indent may make up
 
+ATOMS = frozenset((int, float, bool, type(None)))
+PLAIN = ATOMS | {str, dict, list, tuple}  # looking at a type is quicker than asking whether it is an Iterator
+
 Value = TypeVar("Value")
 
 
@@ -70,25 +73,34 @@ def step(value: Value) -> Value:
 
 def charge_deep(value: Value) -> Value:
     """For work on all that a value holds, however deep: a list that holds another one twice counts it twice."""
-    if isinstance(value, str):
-        charge_text(len(value))
-        return value
+    budget = _current.get()
+    left = budget.left
     rest: list[Any] = [value]
     while rest:
         item = rest.pop()
-        charge(1)
-        if isinstance(item, str):
-            charge_text(len(item))
-        elif isinstance(item, range):
-            charge(len(item))
-        elif isinstance(item, Namespace):
-            rest.append(item._Namespace__attrs)
-        elif isinstance(item, Mapping):
-            rest.extend(item.keys())
-            rest.extend(item.values())
-        elif isinstance(item, Collection):
-            rest.extend(item)
+        left -= 1
+        if type(item) is str:
+            left -= len(item) // CHARS_A_UNIT
+        elif type(item) not in ATOMS:
+            if isinstance(item, range):
+                left -= len(item)
+            else:
+                rest.extend(_inside(item))
+        if left < 0:
+            budget.left = left
+            charge(0)
+    budget.left = left
     return value
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, str):  # a subclass
+        return (str(value),)
+    if isinstance(value, Namespace):
+        return (value._Namespace__attrs,)
+    if isinstance(value, Mapping):
+        return (*value.keys(), *value.values())
+    return value if isinstance(value, Collection) else ()
 
 
 def charge_indents(value: Any, size: int) -> None:
@@ -108,14 +120,14 @@ def charge_shallow(value: Value) -> Value:
     """For work on a text or on a container's items, not on what they hold."""
     if isinstance(value, str):
         charge_text(len(value))
-    else:
-        charge(1 + len(value) if isinstance(value, Collection) else 1)
+    elif type(value) not in ATOMS and isinstance(value, Collection):
+        charge(1 + len(value))
     return value
 
 
 def counted(value: Any) -> Any:
     """An iterator of unknown length charges as it goes."""
-    return map(step, value) if isinstance(value, Iterator) else value
+    return map(step, value) if type(value) not in PLAIN and isinstance(value, Iterator) else value
 
 
 def joined(pieces: Iterable[str]) -> str:

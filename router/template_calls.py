@@ -148,13 +148,12 @@ def _charged(function: Any, charge_value: Callable[[Any], Any]) -> Callable[...,
     @wraps(function)
     def charged(*args: Any, **kwargs: Any) -> Any:
         charge(1)
-        given = list(args)
-        if len(given) > skipped:
-            charge_value(given[skipped])
-            given[skipped] = counted(given[skipped])
-        for value in (*given[skipped + 1 :], *kwargs.values()):
-            charge_deep(value)
-        result = function(*given, **kwargs)
+        if len(args) > skipped:
+            charge_value(args[skipped])
+            args = (*args[:skipped], counted(args[skipped]), *args[skipped + 1 :])
+        if len(args) > skipped + 1 or kwargs:
+            charge_deep((args[skipped + 1 :], kwargs))
+        result = function(*args, **kwargs)
         if isinstance(result, str):
             charge_text(len(result))
         return result

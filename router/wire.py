@@ -6,8 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
-from pydantic_core import ErrorDetails, PydanticCustomError, from_json
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, from_json
 
 from common.errors import InvalidRequest
 
@@ -42,6 +43,20 @@ class Wire(BaseModel):
             if not _is_finite(value):
                 raise PydanticCustomError("not_finite", "must have finite numbers only", {"key": name})
         return {name: value for name, value in data.items() if name in cls.model_fields and value is not None}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """With what the check above lets through: null for absent fields, and those without effect."""
+        schema = handler(core_schema)
+        described = handler.resolve_ref_schema(schema)
+        required, properties = described.get("required", []), described.setdefault("properties", {})
+        for name, value in properties.items():
+            if name not in required and {"type": "null"} not in value.get("anyOf", []):
+                properties[name] = {"anyOf": [value, {"type": "null"}]}
+        properties |= {name: {"enum": [*values, None]} for name, values in cls.NEUTRAL.items()}
+        properties |= {name: {} for name in sorted(cls.HARMLESS)}
+        described["additionalProperties"] = False
+        return schema
 
 
 Parsed = TypeVar("Parsed", bound=Wire)

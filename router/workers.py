@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Collection
 
 from common.deadlines import Deadlines
-from common.errors import HandoverError, NoWorker
+from common.errors import ContextLengthExceeded, HandoverError, NoWorker
 from common.grpc_server import OpenChannel, open_channel
 from common.metrics import RouterMetrics
 from common.registry import Registry, WorkerRecord
@@ -133,7 +133,10 @@ class Workers:
         been away for dead_s while others could compute the prompt anew: a rolling update has gone by.
         """
         began = self._clock()
-        while (client := self.pick_decode(context, fingerprint, failed)) is None:
+        while True:
+            self._check_context(len(context))
+            if (client := self.pick_decode(context, fingerprint, failed)) is not None:
+                return client
             waited = self._clock() - began
             if waited >= self._deadlines.router_queue_s:
                 raise NoWorker("no decode worker can take the request")
@@ -141,7 +144,14 @@ class Workers:
             if alone and waited >= self._deadlines.dead_s and self.usable("decode"):
                 raise HandoverError("no decode worker of the KV's fingerprint is left")
             await self.change(min(self._deadlines.router_queue_s - waited, self._deadlines.heartbeat_s))
-        return client
+
+    def _check_context(self, num_tokens: int) -> None:
+        """Raises ContextLengthExceeded for what no decode worker there is will ever take."""
+        longest = max((client.record.max_model_len for client in self.usable("decode")), default=num_tokens + 1)
+        if num_tokens >= longest:
+            raise ContextLengthExceeded(
+                f"the prompt has {num_tokens} tokens, the workers' context {longest}", field="prompt"
+            )
 
     def _candidate(self, client: WorkerClient, context: Context, failed: Collection[str]) -> Candidate:
         record, load = client.record, client.load

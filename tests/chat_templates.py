@@ -106,7 +106,9 @@ MISTRAL = Family(
 )
 QWEN2 = Family(
     """{%- if tools %}
-    {{- '<|im_start|>system\\n' }}{% for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{% endfor %}{{- '<|im_end|>\\n' }}
+    {{- '<|im_start|>system\\n' }}
+    {%- for tool in tools %}{{- "\\n" }}{{- tool | tojson }}{% endfor %}
+    {{- '<|im_end|>\\n' }}
 {%- else %}
     {%- if messages[0]['role'] == 'system' %}
         {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
@@ -219,10 +221,12 @@ SMOLLM3 = Family(
     ("<|im_start|>",),
 )
 GEMMA = Family(
-    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}"
     "{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('Conversation roles must alternate user/assistant/...') }}{% endif %}"
-    "{% if (message['role'] == 'assistant') %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}{% endif %}"
+    "{% if (message['role'] == 'assistant') %}{% set role = 'model' %}"
+    "{% else %}{% set role = message['role'] %}{% endif %}"
     "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}",
     "<bos>",
@@ -267,7 +271,8 @@ GEMMA3 = Family(
     ("<start_of_turn>", "<end_of_turn>", "<start_of_image>"),
 )
 PHI3 = Family(
-    "{% for message in messages %}{% if message['role'] == 'system' %}{{'<|system|>\n' + message['content'] + '<|end|>\n'}}"
+    "{% for message in messages %}"
+    "{% if message['role'] == 'system' %}{{'<|system|>\n' + message['content'] + '<|end|>\n'}}"
     "{% elif message['role'] == 'user' %}{{'<|user|>\n' + message['content'] + '<|end|>\n'}}"
     "{% elif message['role'] == 'assistant' %}{{'<|assistant|>\n' + message['content'] + '<|end|>\n'}}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}",

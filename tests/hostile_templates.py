@@ -16,9 +16,9 @@ TURNS = "{% for i in range(99999) %}{% for j in range(99999) %}USE{% endfor %}{%
 TOO_MUCH = {
     "loops in loops": TURNS.replace("USE", ""),
     "a loop's condition": "{% for i in range(99999) if range(99999) | select | list | length < 0 %}{% endfor %}",
-    "a loop's condition that is cheap": "{% for a in range(99999) %}{% for b in range(99999) if false %}x{% endfor %}{% endfor %}",
+    "a loop's cheap condition": "{% for a in range(9999) %}{% for b in range(9999) if false %}{% endfor %}{% endfor %}",
     "text of a loop": "{% for i in range(99999) %}" + "x" * 10_000 + "{% endfor %}",
-    "text of a macro": "{% macro m() %}{% for i in range(99999) %}" + "x" * 10_000 + "{% endfor %}{% endmacro %}{{ m() }}",
+    "text of a macro": "{% macro m() %}{% for i in range(9999) %}" + "x" * 9999 + "{% endfor %}{% endmacro %}{{ m() }}",
     "text of a set block": "{% set x %}{% for i in range(9999) %}" + "x" * 10_000 + "{% endfor %}{% endset %}",
     "recursive macro": "{% macro m(n) %}{{ m(n) }}{{ m(n) }}{% endmacro %}{{ m(1) }}",
     "macros that fan out": "{% macro a(n) %}{% if n %}{{ a(n - 1) }}{{ a(n - 1) }}{% endif %}{% endmacro %}{{ a(60) }}",
@@ -61,7 +61,8 @@ TOO_MUCH = {
     "searching a long text": BIG + TURNS.replace("USE", "{{ 'c' in big }}"),
     "searching a range by filter": TURNS.replace("USE", "{{ range(99999) | last }}"),
     "slices": BIG + TURNS.replace("USE", "{% set x = big[1:] %}"),
-    "spread arguments": "{% macro m() %}{{ varargs | length }}{% endmacro %}" + TURNS.replace("USE", "{{ m(*range(99999)) }}"),
+    "spread arguments": "{% macro m() %}{{ varargs | length }}{% endmacro %}"
+    + TURNS.replace("USE", "{{ m(*range(99999)) }}"),
     "spread named arguments": "{% macro m() %}{{ kwargs }}{% endmacro %}"
     + TURNS.replace("USE", "{{ m(**messages[0]) }}").replace("m()", "m(role, content)"),
     "filters over filters": "{% set ns = namespace(x=range(99999)) %}{% for _ in range(500) %}"
@@ -111,7 +112,7 @@ REFUSED = {
     "class by a filter": "{{ '' | attr('__class__') | attr('mro') }}",
     "class by an item": "{{ ''['__class__']['__mro__'] }}",
     "class by a field": "{{ '{0.__class__.__mro__}'.format('') }}",
-    "class by a mapped attribute": "{{ ['']  | map(attribute='__class__') | first }}{{ ([''] | map(attribute='__class__') | first).mro() }}",
+    "class by a mapped attribute": "{{ ([''] | map(attribute='__class__') | first).mro() }}",
     "globals of a macro": "{% macro m() %}{% endmacro %}{{ m._func.__globals__ }}",
     "context of a loop": "{% for x in [1] %}{{ loop._context.environment }}{% endfor %}",
     "subclasses": "{{ [].__class__.__base__.__subclasses__() }}",

@@ -121,6 +121,9 @@ class LocalCluster:
     def _leftovers(self) -> list[str]:
         counts = {
             "router: requests": self.pipeline._running,
+            "router: requests at the gate": self.pipeline._gate.num_waiting,
+            "router: seats given out": int(self.pipeline._gate.in_use.seats),
+            "router: blocks given out": int(self.pipeline._gate.in_use.blocks),
             "router: requests that wait": self.pipeline._waiting,
             "router: open expectations": len(self.workers._index._open),
         }

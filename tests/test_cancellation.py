@@ -23,7 +23,11 @@ from worker_stream import QUICK_HEARTBEAT, WorkerStream, stream_to
 from common.engine.sequence import SamplingParams
 from common.rpc import prefill_pb2
 from kvtransfer.lease import ROUTER
+from router.answer import Answer
+from router.gate import Room
 from router.generation import Generation, GenerationRequest
+from router.pipeline import Pipeline
+from router.run import Run
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 pytest_plugins = ("redis_fixture",)
@@ -253,14 +257,42 @@ def fails_at(service: Any, step: int) -> Iterator[None]:
 
 
 @contextmanager
-def watched_attempts(cluster: LocalCluster, awaits: Awaits) -> Iterator[None]:
-    """All attempts of the pipeline's requests."""
-    pipeline, attempt = cluster.pipeline, cluster.pipeline._attempt
-    pipeline._attempt = lambda run, answers: awaits.watch(attempt(run, answers))  # type: ignore[method-assign]
+def watched(pipeline: Pipeline, awaits: Awaits) -> Iterator[None]:
+    """All that carries the pipeline's requests: the task of each, and those of forks that go on side by side."""
+    drive, attempt = pipeline._drive, pipeline._attempt
+    drivers: set[Any] = set()
+
+    async def watched_drive(run: Run) -> None:
+        drivers.add(asyncio.current_task())
+        await awaits.watch(drive(run))
+
+    async def watched_attempt(run: Run, answers: list[Answer]) -> None:
+        attempted = attempt(run, answers)
+        await (attempted if asyncio.current_task() in drivers else awaits.watch(attempted))
+
+    pipeline._drive, pipeline._attempt = watched_drive, watched_attempt  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del pipeline._attempt
+        del pipeline._drive, pipeline._attempt
+
+
+@contextmanager
+def closed_gate(pipeline: Pipeline) -> Iterator[None]:
+    """Opens a little later."""
+    gate, capacity = pipeline._gate, pipeline._gate._capacity
+
+    def reopen() -> None:
+        gate._capacity = capacity
+        gate.poll()
+
+    gate._capacity = Room
+    opening = asyncio.get_running_loop().call_later(0.02, reopen)
+    try:
+        yield
+    finally:
+        opening.cancel()
+        reopen()
 
 
 @WHEN
@@ -277,25 +309,28 @@ async def test_the_client_of_generate(cluster: LocalCluster, recompute: Recomput
 
 
 @WHEN
-@pytest.mark.parametrize("failing", [("prefill", 2), ("decode", 2), None], ids=str)
-async def test_generate_wherever_its_attempts_wait(
-    cluster: LocalCluster, recompute: Recompute, when: str, failing: tuple[str, int] | None
-) -> None:
-    """The client leaves in each await of each attempt: also of the second ones, in which forks go on side by side."""
+@pytest.mark.parametrize("trouble", ["none", "gate", "prefill", "decode"])
+async def test_generate_wherever_it_waits(cluster: LocalCluster, recompute: Recompute, when: str, trouble: str) -> None:
+    """The client leaves in each await of its request: at a gate that is closed at first, and in second attempts,
+
+    after the second forward pass of one worker has failed; then forks go on side by side.
+    """
     number, reached = 0, True
     while reached:
         number += 1
         client = Client(cluster, number, when)
         with ExitStack() as stack:
-            stack.enter_context(watched_attempts(cluster, client.awaits))
-            if failing:
-                stack.enter_context(fails_at(getattr(cluster, failing[0])[0], failing[1]))
+            stack.enter_context(watched(cluster.pipeline, client.awaits))
+            if trouble == "gate":
+                stack.enter_context(closed_gate(cluster.pipeline))
+            elif trouble != "none":
+                stack.enter_context(fails_at(getattr(cluster, trouble)[0], 2))
             await client.run(client.read())
         reached = client.awaits.reached
         if not reached:
             assert client.answers == [recompute(PROMPT, SEEDED, fork) for fork in range(2)]
         await the_next_request_works(cluster, recompute)
-    assert number > (9 if failing else 6)
+    assert number > {"none": 6, "gate": 7, "prefill": 9, "decode": 9}[trouble]
 
 
 async def test_closing_the_generator_after_any_delta(cluster: LocalCluster, recompute: Recompute) -> None:

@@ -1,5 +1,6 @@
 """The demo shows what a request took, and fails when what it is to show did not happen."""
 
+from argparse import Namespace
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -103,6 +104,13 @@ async def test_what_did_not_happen_is_an_error(monkeypatch, capsys, first, secon
 async def test_a_process_that_ends_badly_is_an_error(monkeypatch, capsys, state, problem):
     assert await run_demo(monkeypatch, turn(), turn(cached_tokens=64), **state) == 1
     assert capsys.readouterr().err == f"error: {problem}\n"
+
+
+def test_a_transport_that_there_is_not_is_refused_before_a_model_is_fetched(monkeypatch):
+    monkeypatch.setattr("cli.model.ensure_demo_model", lambda: pytest.fail("fetched"))
+    with pytest.raises(demo.KVRelayError) as caught:
+        demo.run(Namespace(model=None, max_tokens=1, transport="pigeon"))
+    assert caught.value.field == "transport"
 
 
 async def test_a_router_without_reports_is_an_error(monkeypatch):

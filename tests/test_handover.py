@@ -23,6 +23,7 @@ from redis_tools import eventually
 from common.block_hash import BLOCK_SIZE
 from common.engine.sequence import SamplingParams
 from kvtransfer.claim import Claim, PullStats
+from router.gate import Room
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 pytest_plugins = ("redis_fixture",)
@@ -245,25 +246,30 @@ async def test_a_last_chunk_without_room_waits_for_leases_to_end(cluster: LocalC
 async def test_preemption_while_other_kv_is_on_its_way(
     cluster: LocalCluster, recompute: Recompute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pulls are held back until those that run have preempted one another; none gets blocks that a copy goes into."""
-    go, held = asyncio.Event(), 0
+    """Five run, which take 70 of 64 blocks in the end; others' pulls wait until one of them is preempted.
+
+    No router that counts what it sends would let so many in; several routers could.
+    """
+    many, preempting, count = asyncio.Event(), asyncio.Event(), 0
     pull = Claim.pull
     prompts = [prompt(100, seed) for seed in range(9)]
     long = replace(GREEDY, max_tokens=120)
     scheduler = cluster.decode[0].engine._scheduler
 
     async def late(claim: Claim, pairs: Sequence[tuple[int, int]]) -> PullStats:
-        nonlocal held
-        if len(scheduler.running) >= 5 and not go.is_set():
-            held += 1
-            await go.wait()
+        nonlocal count
+        count += 1
+        if count == 6:
+            many.set()
+        await (many if count <= 5 else preempting).wait()
         return await pull(claim, pairs)
 
     monkeypatch.setattr(Claim, "pull", late)
+    monkeypatch.setattr(cluster.pipeline._gate, "_capacity", lambda: Room(100, 1000))
     before = scheduler.num_preemptions
     running = [asyncio.create_task(cluster.answer(ids, long)) for ids in prompts]
-    await eventually(lambda: held and scheduler.num_preemptions > before)
-    go.set()
+    await eventually(lambda: scheduler.num_preemptions > before)
+    preempting.set()
     answers = await asyncio.gather(*running)
     assert [answered.tokens for answered in answers] == [[recompute(ids, long)] for ids in prompts]
     assert all(answered.report.attempts == 1 for answered in answers)

@@ -28,7 +28,7 @@ from router.context import Context
 pytest_plugins = ("redis_fixture",)
 PROMPT = prompt(70)
 SEEDED = SamplingParams(max_tokens=8, temperature=1.5, seed=21, ignore_eos=True, repetition_penalty=1.1)
-DEADLINES = Deadlines(heartbeat_s=0.05)
+DEADLINES = Deadlines(heartbeat_s=0.05, drain_s=0.2)
 
 
 @pytest.fixture(scope="module")

@@ -243,6 +243,23 @@ async def test_leases_of_one_prefix_share_its_blocks_until_the_last_is_released(
     await release(holder, second)
 
 
+async def test_prompts_are_refused_while_too_much_is_held_for_others(
+    service: PrefillService, stream: WorkerStream, holder: HolderClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before any work; a prompt larger than the share itself is none of that."""
+    total = service.engine.load().total_blocks
+    monkeypatch.setattr(service, "_max_held_kv", 3 / total)
+    await stream.submit(prompt(4 * BLOCK_SIZE), request="large")
+    first = await stream.event("first_tokens", "large")
+    steps = service.engine.load().steps
+    await stream.submit(prompt(20, seed=1), request="refused")
+    assert await stream.failure("refused") == ("overloaded", "")
+    assert service.engine.load().steps == steps
+    await release(holder, first)
+    await stream.submit(prompt(20, seed=1), request="taken")
+    await release(holder, await stream.event("first_tokens", "taken"))
+
+
 async def test_prefixes_of_different_salt_are_not_shared(stream: WorkerStream, holder: HolderClient) -> None:
     ids = prompt(3 * BLOCK_SIZE)
     for salt in ("", "a", "b"):
@@ -431,7 +448,7 @@ async def test_a_reader_of_another_kind_is_refused_at_connect(
 ) -> None:
     info = one.worker.info
     right = {"epoch": info.epoch, "fingerprint": info.fingerprint, "layout_id": info.layout_id}
-    assert [offer.name for offer in await holder.connect(**right)] == ["shm"]
+    assert [offer.name for offer in await holder.connect(**right)] == ["shm", "grpc"]
     with pytest.raises(error) as refused:
         await holder.connect(**(right | changes))
     assert type(refused.value) is error

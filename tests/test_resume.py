@@ -78,6 +78,7 @@ async def cut(
     cluster: LocalCluster, params: SamplingParams, decode: Sequence[int] = (), prefill: Sequence[int] = (), **asked: Any
 ) -> Answered:  # fmt: skip
     """The answer on cold caches, with streams that break before these tokens; all of those must have been met."""
+    await cluster.assert_all_free()  # else an earlier answer's last steps are met
     forget(cluster)
     with ExitStack() as stack:
         left = [stack.enter_context(cut_before(cluster.decode[0], *decode))]

@@ -10,6 +10,7 @@ from fakes import FakePipeline
 from http_tools import BOTH, CHAT, COMPLETION, data_of, delta, serve
 from tiny_text import model_directory
 
+from common.config import Bytes, RequestLimits
 from common.errors import (
     ContextLengthExceeded,
     Draining,
@@ -136,7 +137,7 @@ async def test_unknown_model(text: TextModel) -> None:
 
 @pytest.mark.parametrize("size", [99, 100, 101, 100_000])
 async def test_body_has_a_limit(text: TextModel, size: int) -> None:
-    async with serve(text, max_body=100) as served:
+    async with serve(text, limits=RequestLimits(max_body_size=Bytes(100))) as served:
         response, body = await served.post("/v1/completions", b" " * size)
     assert response.status == (413 if size > 100 else 400)
     assert body["error"]["type"] == "invalid_request_error"

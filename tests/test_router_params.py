@@ -9,14 +9,16 @@ import pytest
 from tiny_text import byte_level, model_directory
 
 from common.engine.sequence import SamplingParams
+from common.config import RequestLimits
 from common.errors import ContextLengthExceeded, InvalidRequest
 from router.generation import GenerationRequest
-from router.openai import MAX_N, ChatRequest, CompletionRequest
-from router.params import MAX_ANSWERS, RequestBuilder
+from router.openai import ChatRequest, CompletionRequest
+from router.params import RequestBuilder
 from router.text import TextModel
 from router.wire import parse
 
 MAX_MODEL_LEN = 64
+LIMITS = RequestLimits()
 RECOMMENDED = {"temperature": 0.5, "top_p": 0.9, "top_k": 40, "min_p": 0.05, "repetition_penalty": 1.1}
 
 
@@ -228,9 +230,9 @@ def test_token_that_only_the_tokenizer_has_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("excess", [0, 1])
 def test_answers_of_one_request_are_limited(text: TextModel, excess: int) -> None:
-    prompts = [[5]] * (MAX_ANSWERS // MAX_N + excess)
+    prompts = [[5]] * (LIMITS.max_answers // LIMITS.max_n + excess)
     if not excess:
-        assert len(completions(text, prompt=prompts, n=MAX_N)) == MAX_ANSWERS // MAX_N
+        assert len(completions(text, prompt=prompts, n=LIMITS.max_n)) == LIMITS.max_answers // LIMITS.max_n
         return
-    with pytest.raises(InvalidRequest, match=str(MAX_ANSWERS)):
-        completions(text, prompt=prompts, n=MAX_N)
+    with pytest.raises(InvalidRequest, match=str(LIMITS.max_answers)):
+        completions(text, prompt=prompts, n=LIMITS.max_n)

@@ -12,6 +12,7 @@ from redis_tools import eventually
 from common.errors import (
     BY_CODE,
     EngineFailure,
+    InvalidRequest,
     KVExpired,
     KVRelayError,
     Overloaded,
@@ -175,6 +176,23 @@ async def test_a_resumable_error_is_resumed(text: TextModel, code: str, role: st
         assert fake.aborts == []
 
 
+async def test_a_worker_that_has_no_room_now_is_asked_again_a_little_later(text: TextModel) -> None:
+    """As often as it takes: nothing was begun, so these are no failed tries."""
+    async with fake_cluster(text) as cluster:
+        cluster.prefill.scripts = [says(then=Overloaded("full"))] * (2 * MAX_ATTEMPTS)
+        answered = await answers_whole(cluster)
+        assert answered.report.attempts == 2 * MAX_ATTEMPTS + 1
+
+
+async def test_a_worker_that_never_has_room_ends_the_request_with_429(text: TextModel) -> None:
+    async with fake_cluster(text, router_queue_s=0.2) as cluster:
+        cluster.prefill.always = says(then=Overloaded("full"))
+        answered = await cluster.answer([ANSWER])
+        assert type(answered.error) is Overloaded
+        assert answered.error.http_status == 429
+        assert cluster.decode.submissions == []
+
+
 @pytest.mark.parametrize("code", FINAL)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_any_other_error_ends_the_request(text: TextModel, code: str, role: str) -> None:
@@ -270,13 +288,13 @@ async def test_one_forks_last_error_ends_them_all(text: TextModel) -> None:
             turn.accepted()
             turn.admitted()
             if 1 in turn.said:
-                raise Overloaded("no")
+                raise InvalidRequest("no")
             await silent(turn)
 
         cluster.decode.scripts = [says("accepted", "admitted")]
         cluster.decode.always = second
         answered = await cluster.answer([ANSWER, OTHER])
-        assert type(answered.error) is Overloaded
+        assert type(answered.error) is InvalidRequest
         await eventually(lambda: len(cluster.decode.aborts) == 1)
 
 

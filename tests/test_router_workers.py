@@ -19,7 +19,7 @@ from redis_tools import eventually
 
 from common.block_hash import BLOCK_SIZE
 from common.deadlines import Deadlines
-from common.errors import HandoverError, NoWorker
+from common.errors import ContextLengthExceeded, HandoverError, NoWorker
 from common.metrics import RouterMetrics
 from common.redis_client import connect
 from common.registry import Registry
@@ -243,6 +243,17 @@ async def test_waiting_for_a_decode_worker_ends_with_one_or_with_the_deadline(te
     async with fake_cluster(text, dead_s=0.3, heartbeat_s=0.1) as cluster:
         with pytest.raises(HandoverError, match="fingerprint is left"):
             await cluster.workers.decode_worker(Context(PROMPT), "another fingerprint")
+
+
+async def test_a_prompt_beyond_every_workers_context_is_refused_at_once(text: TextModel) -> None:
+    async with fake_cluster(text, listed=False) as cluster:
+        records = [replace(fake.record, max_model_len=len(PROMPT)) for fake in cluster.fakes]
+        for fake, record in zip(cluster.fakes, records, strict=True):
+            fake.record = record
+        await cluster.show(*cluster.fakes)
+        with pytest.raises(ContextLengthExceeded, match=f"has {len(PROMPT)} tokens"):
+            await cluster.workers.decode_worker(Context(PROMPT), None)
+        assert await cluster.workers.decode_worker(Context(PROMPT[:-1]), None)
 
 
 async def test_kv_that_nobody_can_take_any_more_is_made_again_for_those_who_are_there(text: TextModel) -> None:

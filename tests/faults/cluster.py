@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 import signal
+import socket
 import sys
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -13,7 +14,7 @@ import aiohttp
 from cli.child import Child, ChildSpec, Console
 from cli.up import child_environment, redis_ready
 from common.deadlines import Deadlines
-from common.redis_server import find_redis_server, free_port, server_command
+from common.redis_server import find_redis_server, server_command
 from faults.client import Answer, Asked
 from faults.proxy import Proxy
 from faults.tools import eventually, open_files, total
@@ -32,7 +33,6 @@ GAUGES = (
 STEP_TOKENS = 32  # so that a prompt takes many steps
 MAX_LEN = "--max-model-len=2048"
 FLAGS = (
-    "--max-model-len=2048",
     "--max-num-seqs=16",
     "--kv-cache-memory=16Mi",
     "--dtype=float32",
@@ -53,13 +53,22 @@ class FaultCluster:
         self._log, self._log_at = log, 0
         self._worker_flags = worker_flags
         self._namespace = f"faults-{secrets.token_hex(4)}"
-        self._ports = {name: free_port() for name in ("redis", "router", *WORKERS)}
-        self._metrics_ports = {name: free_port() for name in WORKERS} | {"router": self._ports["router"]}
+        self._reserved: list[socket.socket] = []
+        self._ports = {name: self._reserve() for name in ("redis", "router", *WORKERS)}
+        self._metrics_ports = {name: self._reserve() for name in WORKERS} | {"router": self._ports["router"]}
         self.children: dict[str, Child] = {}
         self.proxies = {name: Proxy(port, self.pids if name in WORKERS else dict) for name, port in self._ports.items()}
         self._references: dict[str, Answer] = {}
         self._frozen: set[str] = set()
         self._stack = AsyncExitStack()
+
+    def _reserve(self) -> int:
+        """A port that its server may take, again and again, and no other connection in between."""
+        reserved = socket.socket()
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        self._reserved.append(reserved)
+        return int(reserved.getsockname()[1])
 
     def mark_log(self) -> None:
         self._log_at = self._log.tell()
@@ -119,34 +128,51 @@ class FaultCluster:
             await self.kill(name)
         for proxy in self.proxies.values():
             await proxy.close()
+        for reserved in self._reserved:
+            reserved.close()
+
+    def _host(self, name: str) -> str:
+        """Where this process listens."""
+        return "127.0.0.1"
+
+    def _advertised(self, name: str) -> str:
+        """Where others reach it."""
+        return f"127.0.0.1:{self.proxies[name].port}"
+
+    def _command(self, name: str, module: str, *flags: str) -> tuple[str, ...]:
+        return (sys.executable, "-P", "-m", module, *flags)
 
     def _spec(self, name: str) -> ChildSpec:
         env = child_environment() | {"OMP_NUM_THREADS": "1"}
-        redis = (f"--redis-url=redis://127.0.0.1:{self.proxies['redis'].port}/0", f"--redis-namespace={self.namespace}")
+        redis = (f"--redis-url=redis://{self._advertised('redis')}/0", f"--redis-namespace={self.namespace}")
         common = (f"--model={self._model}", f"--port={self._ports[name]}", f"--deadline-scale={SCALE}", MAX_LEN, *redis)
         if name == "redis":
             command = server_command(find_redis_server(), self._ports["redis"], log_level="notice")
             return ChildSpec(name, tuple(command), env, lambda line: redis_ready(self.redis_url, line), verbose=False)
-        python = (sys.executable, "-P", "-m")
         if name == "router":
-            return ChildSpec(name, (*python, "router", *common), env)
+            return ChildSpec(name, self._command(name, "router", *common), env)
         flags = (
             f"--worker-id={name}",
-            f"--advertise=127.0.0.1:{self.proxies[name].port}",
+            f"--host={self._host(name)}",
+            f"--advertise={self._advertised(name)}",
             f"--metrics-port={self._metrics_ports[name]}",
             f"--max-num-batched-tokens={STEP_TOKENS}",
             *FLAGS,
             *self._worker_flags,
         )
-        return ChildSpec(name, (*python, MODULES[name.split("-")[0]], *common, *flags), env)
+        return ChildSpec(name, self._command(name, MODULES[name.split("-")[0]], *common, *flags), env)
 
     async def start(self, name: str) -> None:
         """Returns when it is ready."""
         child = Child(self._spec(name), self._console)
         await child.spawn()
         self.children[name] = child
+        await self._spawned(name, child.pid)
         await asyncio.wait([child.ready, child.exited], timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
         assert child.ready.done(), child.failure() if not child.alive else f"{name} is not ready"
+
+    async def _spawned(self, name: str, pid: int) -> None:
+        """For what a process needs from outside before it can start."""
 
     async def kill(self, name: str) -> None:
         self._frozen.discard(name)
@@ -183,7 +209,7 @@ class FaultCluster:
     async def metrics(self, name: str) -> str:
         """A process's metrics as text; "" when it does not answer."""
         try:
-            async with self._session.get(f"http://127.0.0.1:{self._metrics_ports[name]}/metrics") as reply:
+            async with self._session.get(f"http://{self._host(name)}:{self._metrics_ports[name]}/metrics") as reply:
                 return await reply.text()
         except (aiohttp.ClientError, TimeoutError):
             return ""
@@ -211,6 +237,7 @@ class FaultCluster:
         found = {}
         for name in names or ("router", *WORKERS):
             text = await self.metrics(name)
+            found |= {} if text else {f"{name} does not answer": 1.0}
             found |= {f"{name} {gauge}": value for gauge in GAUGES if (value := total(text, gauge))}
         return found
 

@@ -46,10 +46,13 @@ class Link:
 class Proxy:
     """In front of 127.0.0.1:target_port. `pids` names the processes that may connect; faults can be one owner's."""
 
-    def __init__(self, target_port: int, pids: Callable[[], Mapping[str, int]] = dict) -> None:
+    def __init__(
+        self, target_port: int, pids: Callable[[], Mapping[str, int]] = dict, *, host: str = "127.0.0.1"
+    ) -> None:
         self.port = 0
         self.moved: Counter[tuple[str, str]] = Counter()  # (owner, "up" or "down") → bytes passed on
         self.held: Counter[tuple[str, str]] = Counter()  # bytes that wait
+        self._host = host
         self._target_port = target_port
         self._pids = pids
         self._traffic: dict[str | None, Traffic] = {}
@@ -61,7 +64,7 @@ class Proxy:
     async def open(self) -> None:
         """Listens, at the port that it had before if it was open once."""
         if self._server is None:
-            self._server = await asyncio.start_server(self._accept, "127.0.0.1", self.port, limit=CHUNK)
+            self._server = await asyncio.start_server(self._accept, self._host, self.port, limit=CHUNK)
             self.port = self._server.sockets[0].getsockname()[1]
 
     def shape(self, traffic: Traffic, owner: str | None = None) -> None:

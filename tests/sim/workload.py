@@ -62,7 +62,7 @@ def draw_shapes(rng: random.Random) -> list[WorkerShape]:
                     f"{role}-{index}:7000",
                     rng.choice([7, 9, 12, 16, 30]),
                     config,
-                    rng.choice([0.005, 0.02, 0.02, 0.05, 0.05, 0.3]),
+                    rng.choice([0.005, 0.005, 0.02, 0.02, 0.05, 0.05, 0.05, 0.12]),
                 )
             )
     return shapes

@@ -1,0 +1,156 @@
+"""Connections of the HTTP API. A client that sends a request slowly is cut off, before it or with a 408."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from common.deadlines import Deadlines
+from common.errors import InvalidRequest, SlowClient
+from router.replies import ErrorBody
+from router.sse import ClientGone
+from router.wire import cut
+
+LINGER_S = 2.0  # for what a client still sends of a request that has its answer
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Connections:
+    """The guards of all open connections, by aiohttp's protocol of each."""
+
+    def __init__(self, header_s: float) -> None:
+        self.header_s = header_s
+        self.guards: dict[asyncio.Protocol, ConnectionGuard] = {}
+
+
+class ConnectionGuard(asyncio.Protocol):
+    """Stands between a socket and aiohttp's protocol, which has no time limit for a request's headers."""
+
+    def __init__(self, inner: asyncio.Protocol, connections: Connections) -> None:
+        self._inner = inner
+        self._connections = connections
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._heard = False
+        self._busy = False  # a request is being answered
+
+    def begin(self) -> None:
+        """The headers are here."""
+        self._busy = True
+        self._stop_timer()
+
+    def end(self) -> None:
+        """The request is answered; the next one's time begins with its first byte."""
+        self._busy = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]
+        self._connections.guards[self._inner] = self
+        self._start_timer()
+        self._inner.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._heard = True
+        if not self._busy and self._timer is None:
+            self._start_timer()
+        self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._inner.eof_received()
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        del self._connections.guards[self._inner]
+        self._inner.connection_lost(exc)
+
+    def _start_timer(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._connections.header_s, self._expire)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _expire(self) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
+        if self._heard:  # else it was opened in advance, and nobody waits for a word
+            self._transport.write(_too_slow(self._connections.header_s))
+        self._transport.close()
+
+
+class GuardedRunner(web.AppRunner):
+    """Its sites guard their connections."""
+
+    def __init__(self, app: web.Application, connections: Connections, **options: Any) -> None:
+        super().__init__(app, **options)
+        self._connections = connections
+
+    @property
+    def server(self) -> Any:
+        """What sites make a protocol with for each connection."""
+        make = super().server
+        return None if make is None else lambda: ConnectionGuard(make(), self._connections)
+
+
+def tell_guards(connections: Connections) -> Middleware:
+    """Tells each connection's guard when a request's headers are here and when it is answered."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        guard = connections.guards.get(request.protocol)
+        if guard is None:  # served without guards, or lost
+            return await handler(request)
+        guard.begin()
+        try:
+            return await handler(request)
+        finally:
+            guard.end()
+
+    return middleware
+
+
+def make_runner(
+    app: web.Application, connections: Connections, deadlines: Deadlines, shutdown_timeout_s: float
+) -> web.AppRunner:
+    """A handler whose client leaves is cancelled, which is what closes its generations."""
+    return GuardedRunner(
+        app,
+        connections,
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=shutdown_timeout_s,
+        keepalive_timeout=deadlines.http_idle_s,
+        lingering_time=LINGER_S,
+    )
+
+
+async def read_body(http: web.Request, patience_s: float) -> bytes:
+    """All of it. Raises InvalidRequest, SlowClient or ClientGone, and aiohttp's error for one that is too large."""
+    try:
+        async with asyncio.timeout(patience_s):
+            return await http.read()
+    except TimeoutError:
+        raise SlowClient(f"the body did not arrive within {patience_s:g} s") from None
+    except web.RequestPayloadError as error:  # its chunks or its compression are broken
+        raise InvalidRequest(f"the body can't be read: {cut(str(error))}") from error
+    except ConnectionError as error:
+        raise ClientGone from error
+
+
+def _too_slow(header_s: float) -> bytes:
+    body = ErrorBody.of(SlowClient(f"the headers did not arrive within {header_s:g} s")).model_dump_json().encode()
+    head = (
+        "HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json; charset=utf-8\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + body
