@@ -34,6 +34,8 @@ class Usage:
 def usage_of(pid: int, proc: Path = PROC) -> Usage:
     """Raises OSError for a process that is gone."""
     status = dict(re.findall(r"^(\w+):\s+(\d+)", (proc / str(pid) / "status").read_text(), re.MULTILINE))
+    if "VmRSS" not in status:
+        raise ProcessLookupError(f"process {pid} has ended")
     return Usage(
         rss_mb=int(status["VmRSS"]) / 1024,
         anonymous_mb=int(status["RssAnon"]) / 1024,

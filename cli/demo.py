@@ -128,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
         model = ensure_demo_model()
     config = ClusterConfig(
         up=UpConfig(),
-        router=RouterConfig(model=str(model), port=0, log_level="warning"),
+        router=RouterConfig(model=str(model), port=0, log_level="warning", max_unsplit_tokens=0),  # shows the hand-over
         engine=EngineConfig(model=str(model), kv_cache_memory=Bytes(512 * 2**20)),
         worker=WorkerConfig(log_level="warning", transport=arguments.transport),
     )

@@ -130,6 +130,9 @@ class RouterConfig(ModelSettings):
     )
     api_key: str = setting("", "keys that clients must show one of, comma-separated (default: none)", secret=True)
     allowed_origins: str = setting("", "origins that browsers may call from, comma-separated, or * (default: none)")
+    max_unsplit_tokens: int = setting(
+        32, "prompts with so few uncached tokens may skip the prefill pool, where that is quicker", within=(0, None)
+    )
     max_queued_requests: int = setting(
         1024, "requests that may wait for room in the decode pool; more are refused (429)", within=(0, None)
     )

@@ -4,9 +4,12 @@ from collections import deque
 from collections.abc import Callable
 
 from common.engine.batch import EngineLoad
+from common.rpc import types_pb2
 
 SAMPLES = 512  # steps whose times are remembered
 SLOW = 10  # times the slowest percentile of steps is no step any more
+MANY = 64  # tokens in a step that tell what a prompt's token costs
+NEWEST = 0.1  # weight of the newest step in an average
 
 
 class Health:
@@ -16,19 +19,26 @@ class Health:
     its steps where that is longer. Idle is healthy, and so is who waits for blocks that others hold.
     """
 
-    def __init__(self, clock: Callable[[], float], patience_s: float) -> None:
+    def __init__(self, clock: Callable[[], float], patience_s: float, token_s: float = 0.0) -> None:
+        """`token_s`: what a token took in the warm-up."""
         self.stuck = False
         self.draining = False
         self.dead = False  # the step loop has ended
+        self.token_s = token_s  # of a prompt, in a step of many tokens; 0: not known
+        self.step_s = 0.0  # of a step of few tokens
         self._clock = clock
         self._patience_s = patience_s
         self._times: deque[float] = deque(maxlen=SAMPLES)
         self._steps = -1
         self._since = clock()  # when a step was last finished, or none was due
 
-    def on_step(self, step_s: float) -> None:
-        """A step has taken so long."""
+    def on_step(self, step_s: float, num_tokens: int) -> None:
+        """A step of so many tokens has taken so long."""
         self._times.append(step_s)
+        if num_tokens >= MANY:
+            self.token_s = _moved(self.token_s, step_s / num_tokens)
+        elif num_tokens:
+            self.step_s = _moved(self.step_s, step_s)
 
     @property
     def limit_s(self) -> float:
@@ -45,6 +55,11 @@ class Health:
         self.stuck = now - self._since > self.limit_s
         return self.stuck != before
 
+    def tell(self, load: types_pb2.Load) -> None:
+        """Adds what routers should know to a message."""
+        load.draining, load.stuck = self.draining, self.stuck
+        load.token_s, load.step_s = self.token_s, self.step_s
+
     def live(self) -> tuple[bool, str]:
         """Whether the process is worth keeping, and if not, why."""
         if self.dead:
@@ -56,3 +71,7 @@ class Health:
         if self.draining:
             return False, "draining"
         return self.live()
+
+
+def _moved(average: float, value: float) -> float:
+    return average + NEWEST * (value - average) if average else value

@@ -162,6 +162,7 @@ class RouterMetrics:
         self._decode_s = make.histogram("request_decode_time_seconds", "First token to last.", REQUEST_S)
         self._http = make.counters("http_requests", "Answered HTTP requests.", "endpoint", "status")
         self._resumes = make.counters("request_resumes", "Requests submitted again with what was sent.", "reason")
+        self._unsplit = make.counters("requests_unsplit", "Prompts given to decode workers to compute.", "reason")
         self._workers = make.gauges("workers", "Workers known.", "worker_role", "state")
         self._index_blocks = make.gauge("prefix_index_blocks", "Block hashes in the local prefix index.")
         self._seen_workers: set[tuple[str, str]] = set()
@@ -195,6 +196,10 @@ class RouterMetrics:
     def on_resume(self, reason: str) -> None:
         """`reason` is the code of the error that made it necessary."""
         self._resumes(reason=reason).inc()
+
+    def on_unsplit(self, reason: str) -> None:
+        """A decode worker was given a prompt to compute."""
+        self._unsplit(reason=reason).inc()
 
     def on_workers(self, counts: Mapping[tuple[str, str], int]) -> None:
         """Workers by (role, state) now; what is absent is 0."""

@@ -91,7 +91,7 @@ class RelayServer:
         try:
             while (event := await self._next(session)) is not None:
                 event.load.CopyFrom(self._load())
-                event.load.draining, event.load.stuck = self._health.draining, self._health.stuck
+                self._health.tell(event.load)
                 await context.write(event)
         finally:
             await end(reader, *session.tasks)

@@ -170,7 +170,7 @@ def make_worker(
         server=server,
         metrics=WorkerMetrics(built.name, role),
         deadlines=deadlines,
-        health=Health(time.monotonic, deadlines.decode_token_s),
+        health=Health(time.monotonic, deadlines.decode_token_s, built.token_s),
         clock=time.monotonic,
     )
 
@@ -195,7 +195,7 @@ async def running(
     def on_output(output: StepOutput) -> None:
         try:
             metrics.on_step(output)
-            health.on_step(output.step_s)
+            health.on_step(output.step_s, output.num_batched_tokens)
             publisher.record(output.stored, output.removed)
             service.on_output(output)
         except Exception as error:  # whose tokens were in it would wait for them in vain

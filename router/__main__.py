@@ -44,7 +44,15 @@ async def run(arguments: argparse.Namespace) -> int:
         stack.push_async_callback(redis.aclose)
         registry = Registry(redis, namespace, deadlines)
         index = PrefixIndex(redis, namespace, deadlines, registry.outage)
-        workers = Workers(registry, index, secrets.token_hex(8), deadlines, time.monotonic, metrics)
+        workers = Workers(
+            registry,
+            index,
+            secrets.token_hex(8),
+            deadlines,
+            time.monotonic,
+            metrics,
+            max_unsplit_tokens=settings.max_unsplit_tokens,
+        )
         pipeline = Pipeline(workers, text, metrics, deadlines, time.monotonic, max_queued=settings.max_queued_requests)
         stack.push_async_callback(workers.close)
         stack.push_async_callback(end, asyncio.create_task(workers.run()), asyncio.create_task(index.run()))

@@ -22,7 +22,7 @@ from router.generation import Delta, Generation, GenerationRequest
 from router.http_errors import CLIENT_LEFT, add_request_id, errors_as_json, json_reply, known_error
 from router.http_server import Connections, make_runner, read_body, tell_guards
 from router.merge import MergedDeltas
-from router.openai import ChatRequest, CompletionRequest, DetokenizeRequest, Request, TokenizeRequest
+from router.openai import ChatRequest, CompletionRequest, Request
 from router.openapi import describe
 from router.pages import ModelCard, Pages
 from router.params import RequestBuilder
@@ -30,7 +30,7 @@ from router.replies import ErrorBody, server_timing
 from router.reply_builder import ChatReply, CompletionReply, Reply
 from router.sse import ClientGone, EventStream
 from router.text import TextModel
-from router.tokenizing import Tokenizing
+from router.tokenizing import DetokenizeRequest, TokenizeRequest, Tokenizing
 from router.wire import parse
 
 INLINE_BODY = 32 * 2**10  # bytes; larger ones are parsed and tokenized in a thread

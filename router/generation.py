@@ -52,6 +52,7 @@ class Report:
     attempts: int = 0
     prefill_worker: str = ""
     decode_worker: str = ""
+    unsplit: str = ""  # why the decode worker computed the prompt, if it did
     router_queue_s: float = 0.0
     prefill_queue_s: float = 0.0
     prefill_s: float = 0.0

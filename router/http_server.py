@@ -1,6 +1,7 @@
 """Connections of the HTTP API. A client that sends a request slowly is cut off, before it or with a 408."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -8,11 +9,14 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from common.deadlines import Deadlines
-from common.errors import InvalidRequest, SlowClient
+from common.errors import InvalidRequest, KVRelayError, SlowClient
+from common.log import get_logger, log_event
+from router.http_errors import json_reply
 from router.replies import ErrorBody
 from router.sse import ClientGone
 from router.wire import cut
 
+log = get_logger("http")
 LINGER_S = 2.0  # for what a client still sends of a request that has its answer
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -88,18 +92,43 @@ class ConnectionGuard(asyncio.Protocol):
         self._transport.close()
 
 
-class GuardedRunner(web.AppRunner):
-    """Its sites guard their connections."""
+class HttpProtocol(web.RequestHandler):
+    """Refuses what is no proper HTTP without quoting it: aiohttp's page and log would show keys and prompts."""
 
-    def __init__(self, app: web.Application, connections: Connections, **options: Any) -> None:
+    __slots__ = ()
+
+    def handle_error(
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        if request.writer.output_size > 0:
+            raise ConnectionError("the reply has begun")
+        error: KVRelayError = KVRelayError("internal error")
+        if status < 500:
+            error = InvalidRequest(f"this is no proper HTTP request ({type(exc).__name__})")
+        log_event(log, logging.INFO, "bad HTTP", status=status, kind=type(exc).__name__)
+        response = json_reply(ErrorBody.of(error).model_dump_json(), status)
+        response.force_close()
+        return response
+
+
+class GuardedRunner(web.AppRunner):
+    """Its sites guard their connections, each of which gets the protocol options."""
+
+    def __init__(
+        self, app: web.Application, connections: Connections, protocol_options: dict[str, Any], **options: Any
+    ) -> None:
         super().__init__(app, **options)
         self._connections = connections
+        self._protocol_options = protocol_options
 
     @property
     def server(self) -> Any:
         """What sites make a protocol with for each connection."""
-        make = super().server
-        return None if make is None else lambda: ConnectionGuard(make(), self._connections)
+        manager = super().server
+        return None if manager is None else lambda: ConnectionGuard(self._protocol(manager), self._connections)
+
+    def _protocol(self, manager: web.Server) -> HttpProtocol:
+        return HttpProtocol(manager, loop=asyncio.get_running_loop(), access_log=None, **self._protocol_options)
 
 
 def tell_guards(connections: Connections) -> Middleware:
@@ -126,11 +155,9 @@ def make_runner(
     return GuardedRunner(
         app,
         connections,
+        {"keepalive_timeout": deadlines.http_idle_s, "lingering_time": LINGER_S},
         handler_cancellation=True,
-        access_log=None,
         shutdown_timeout=shutdown_timeout_s,
-        keepalive_timeout=deadlines.http_idle_s,
-        lingering_time=LINGER_S,
     )
 
 

@@ -53,10 +53,18 @@ Stop = Annotated[
     BeforeValidator(_few),
 ]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-TokenName = Annotated[
-    str, AfterValidator(_is_token_id), WithJsonSchema({"type": "string", "pattern": "^(0|[1-9][0-9]{0,9})$"})
+LogitBias = Annotated[
+    dict[Annotated[str, AfterValidator(_is_token_id)], Bias],
+    BeforeValidator(_few),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "maxProperties": MAX_ENTRIES,
+            "patternProperties": {"^(0|[1-9][0-9]{0,9})$": {"type": "number", "minimum": -100, "maximum": 100}},
+            "additionalProperties": False,
+        }
+    ),
 ]
-LogitBias = Annotated[dict[TokenName, Bias], Field(max_length=MAX_ENTRIES), BeforeValidator(_few)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 BadWords = Annotated[list[StopString], Field(max_length=MAX_BAD_WORDS, fail_fast=True), BeforeValidator(_few)]
@@ -221,29 +229,3 @@ class CompletionRequest(Request):
         """All prompts, be it one; each is text or token ids."""
         alone = field_kind(self.prompt) in ("<text>", "<items>")
         return cast(list[str | list[int]], [self.prompt] if alone else self.prompt)
-
-
-class TokenizeRequest(Wire):
-    """Token ids of a prompt, or of messages as /v1/chat/completions would see them."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
-    add_special_tokens: bool | None = None  # default: of a prompt, not of messages, whose template has them
-    add_generation_prompt: bool = True
-    return_token_strs: bool = False
-
-    @model_validator(mode="after")
-    def _one_of_both(self) -> "TokenizeRequest":
-        if (self.prompt is None) == (self.messages is None):
-            raise PydanticCustomError("prompt", "is required, or else messages, and not both", {"key": "prompt"})
-        if self.messages is not None and self.add_special_tokens:
-            raise PydanticCustomError(
-                "template", "is not supported for messages: their template has them", {"key": "add_special_tokens"}
-            )
-        return self
-
-
-class DetokenizeRequest(Wire):
-    model: str | None = None
-    tokens: Annotated[list[TokenId], Field(fail_fast=True)]

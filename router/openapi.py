@@ -8,10 +8,10 @@ from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from common.version import VERSION
-from router.openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from router.openai import ChatRequest, CompletionRequest
 from router.pages import Health, ModelCard, ModelList, Readiness, Version
 from router.replies import Body, ChatChoice, CompletionChoice, ErrorBody
-from router.tokenizing import DetokenizeReply, TokenizeReply
+from router.tokenizing import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
 
 Schema = dict[str, Any]
 REF = "#/components/schemas/{model}"

@@ -125,11 +125,13 @@ class Pipeline:
         """Prefill, hand-over, decode; or decode alone where there is no prefill pool."""
         key = run.next_attempt(answers)
         context = run.context(answers)
-        await self._decode_worker(run, context, None)  # without one, a prefill would be in vain
-        picked = None
-        if run.failed_handovers < MAX_HANDOVERS:  # else the decode worker computes the prompt
-            picked = self._workers.pick_prefill(context, run.failed)
-        if picked is None:
+        decode = await self._decode_worker(run, context, None)  # without one, a prefill would be in vain
+        if run.failed_handovers < MAX_HANDOVERS:
+            picked = self._workers.pick_prefill(context, decode, run.failed)
+        else:
+            picked = "handovers"
+        if isinstance(picked, str):
+            run.note_unsplit(picked)
             await self._decode(run, answers, key, None)
             return
         client, expectation = picked

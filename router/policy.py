@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from common.block_hash import BLOCK_SIZE
 
+HANDOVER_S = 0.005  # from a claim to its confirmation, between processes of one host
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -26,6 +28,9 @@ class Candidate:
     total_blocks: int = 0  # 0: not known yet
     prefix_blocks: int = 0  # of this prompt, expected ones included
     failed: bool = False  # this request was there before, in vain
+    running: int = 0  # sequences, by its last report
+    token_s: float = 0.0  # a prompt's token there takes, as measured; 0: not known
+    step_s: float = 0.0  # a step of few tokens takes
 
 
 def pick_prefill(
@@ -69,6 +74,25 @@ def pick_decode(
 
     fingerprints = None if fingerprint is None else (fingerprint,)
     return _pick(candidates, context_tokens + output_tokens, fingerprints, tokens_held, turn, block_size)
+
+
+def goes_unsplit(
+    prefill: Candidate | None, decode: Candidate, num_tokens: int, *, most_tokens: int, block_size: int = BLOCK_SIZE
+) -> str:
+    """Why the decode worker should compute the prompt itself, in one word; "": it should not.
+
+    It should, if there is nobody else, or if everybody together loses less time by it: a token of the prompt there
+    delays all sequences that run, and saves the hand-over. Prompts with more than `most_tokens` that are not cached
+    there are never worth a long step in which nobody else gets a token.
+    """
+    if prefill is None:
+        return "alone"
+    uncached = num_tokens - _cached(decode, num_tokens, block_size)
+    if uncached > most_tokens or not (prefill.token_s and decode.token_s):
+        return ""
+    unsplit_s = (_queued(decode) + uncached * (1 + decode.running)) * decode.token_s
+    hop_s = (_queued(prefill) + num_tokens - _cached(prefill, num_tokens, block_size)) * prefill.token_s
+    return "quicker" if unsplit_s < hop_s + HANDOVER_S + decode.step_s else ""
 
 
 def _pick(

@@ -97,6 +97,11 @@ class Run:
         if len(self._prompt_logprobs) == len(self.request.prompt_ids) - 1:
             self._params.ClearField("prompt_logprobs")
 
+    def note_unsplit(self, reason: str) -> None:
+        """The decode worker computes the prompt of this attempt itself."""
+        self.report.unsplit = reason
+        self._metrics.on_unsplit(reason)
+
     def note_prefill(self, message: prefill_pb2.FirstTokens | decode_pb2.SequenceTokens, worker_id: str) -> None:
         report = self.report
         report.prefill_worker = worker_id

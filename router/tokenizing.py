@@ -1,10 +1,40 @@
 """/tokenize and /detokenize, as vLLM has them."""
 
-from pydantic import BaseModel
+from typing import Annotated
+
+from pydantic import BaseModel, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from common.errors import InvalidRequest
-from router.openai import DetokenizeRequest, TokenizeRequest
+from router.openai import Message, TokenId
 from router.text import TextModel
+from router.wire import Wire
+
+
+class TokenizeRequest(Wire):
+    """Token ids of a prompt, or of messages as /v1/chat/completions would see them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    add_special_tokens: bool | None = None  # default: of a prompt, not of messages, whose template has them
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError("prompt", "is required, or else messages, and not both", {"key": "prompt"})
+        if self.messages is not None and self.add_special_tokens:
+            raise PydanticCustomError(
+                "template", "is not supported for messages: their template has them", {"key": "add_special_tokens"}
+            )
+        return self
+
+
+class DetokenizeRequest(Wire):
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 class TokenizeReply(BaseModel):

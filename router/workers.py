@@ -18,7 +18,7 @@ from router.clients import WorkerClient
 from router.context import Context
 from router.gate import Room
 from router.index import Expectation, PrefixIndex
-from router.policy import Candidate, pick_decode, pick_prefill
+from router.policy import Candidate, goes_unsplit, pick_decode, pick_prefill
 
 
 class Workers:
@@ -33,6 +33,7 @@ class Workers:
         clock: Callable[[], float],
         metrics: RouterMetrics,
         channel: OpenChannel = open_channel,
+        max_unsplit_tokens: int = 0,
     ) -> None:
         self._registry = registry
         self._index = index
@@ -41,6 +42,7 @@ class Workers:
         self._clock = clock
         self._metrics = metrics
         self._channel = channel
+        self._max_unsplit_tokens = max_unsplit_tokens
         self._clients: dict[str, WorkerClient] = {}
         self._changed = asyncio.Event()
         self._listed = False  # the registry has been read
@@ -86,10 +88,13 @@ class Workers:
             return True, "no prefill worker is reachable: decode workers serve alone"
         return True, "ready"
 
-    def pick_prefill(self, context: Context, failed: Collection[str] = ()) -> tuple[WorkerClient, Expectation] | None:
+    def pick_prefill(
+        self, context: Context, decode: WorkerClient, failed: Collection[str] = ()
+    ) -> tuple[WorkerClient, Expectation] | str:
         """The worker that is done with this prompt first, and the blocks it is now expected to have.
 
-        Ids in `failed`, here and below, are those of workers that this request has tried in vain.
+        Or, in a word, why `decode` should compute it. Ids in `failed`, here and below, are those of workers that
+        this request has tried in vain.
         """
         fingerprints = {client.record.fingerprint for client in self.usable("decode")}
         picked = pick_prefill(
@@ -98,8 +103,11 @@ class Workers:
             fingerprints=fingerprints,
             turn=self._random.getrandbits(32),
         )
-        if picked is None:
-            return None
+        reason = goes_unsplit(
+            picked, self._candidate(decode, context, failed), len(context), most_tokens=self._max_unsplit_tokens
+        )
+        if picked is None or reason:
+            return reason
         client = self._clients[picked.worker_id]
         return client, self._index.expect(picked.worker_id, context.hashes(client.record.model_revision))
 
@@ -167,6 +175,9 @@ class Workers:
             total_blocks=load.total_blocks,
             prefix_blocks=self._index.prefix_blocks(record.worker_id, context.hashes(record.model_revision)),
             failed=record.worker_id in failed,
+            running=load.running,
+            token_s=load.token_s,
+            step_s=load.step_s,
         )
 
     def _see(self, records: list[WorkerRecord]) -> None:

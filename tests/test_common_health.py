@@ -4,6 +4,7 @@ import pytest
 
 from common.engine.batch import EngineLoad
 from common.health import Health
+from common.rpc import types_pb2
 
 PATIENCE_S = 10.0
 
@@ -48,8 +49,8 @@ def test_idle_is_healthy_and_so_is_who_waits_for_blocks(waiting: int) -> None:
 def test_a_model_with_slow_steps_gets_ten_times_its_slowest() -> None:
     watched = Watched()
     for _ in range(99):
-        watched.health.on_step(0.1)
-    watched.health.on_step(4.0)
+        watched.health.on_step(0.1, 1)
+    watched.health.on_step(4.0, 1)
     assert watched.health.limit_s == pytest.approx(40.0)
     watched.look(1.0)
     assert not watched.look(39.0)
@@ -58,10 +59,25 @@ def test_a_model_with_slow_steps_gets_ten_times_its_slowest() -> None:
 
 def test_one_slow_step_of_many_does_not_stretch_the_limit() -> None:
     watched = Watched()
-    watched.health.on_step(60.0)
+    watched.health.on_step(60.0, 1)
     for _ in range(600):
-        watched.health.on_step(0.1)
+        watched.health.on_step(0.1, 1)
     assert watched.health.limit_s == PATIENCE_S
+
+
+def test_what_tokens_and_steps_take_is_measured_apart_and_told() -> None:
+    health = Health(lambda: 0.0, PATIENCE_S, token_s=0.002)
+    for _ in range(100):
+        health.on_step(0.256, 256)
+        health.on_step(0.025, 1)
+        health.on_step(0.0, 0)  # copies alone
+    load = types_pb2.Load(running=3)
+    health.tell(load)
+    assert (load.token_s, load.step_s) == (pytest.approx(0.001, rel=1e-3), pytest.approx(0.025))
+    assert (load.running, load.draining, load.stuck) == (3, False, False)
+    first = Health(lambda: 0.0, PATIENCE_S)
+    first.on_step(0.5, 100)
+    assert first.token_s == 0.005
 
 
 def test_a_change_is_told_once() -> None:

@@ -195,9 +195,10 @@ async def test_a_pull_cancelled_while_it_waits_for_another_never_copies(transpor
             waiting = asyncio.create_task(second.pull([(1, 1)]))
             await asyncio.sleep(0.05)
             waiting.cancel()
-            copy.go.set()
             with pytest.raises(asyncio.CancelledError):
                 await waiting
+            assert not running.done()
+            copy.go.set()
             await running
         assert [digest(block) for block in pool.blocks()] == [holder.digests[0], *before[1:]]
     await settled(holder)

@@ -138,7 +138,6 @@ def test_every_generation_has_an_id_of_its_own(text: TextModel) -> None:
         ("presence_penalty", 2.1),
         ("frequency_penalty", -2.1),
         ("repetition_penalty", 0),
-        ("logit_bias", {"1": 101}),
         ("logit_bias", {"1024": 1}),
         ("stop_token_ids", [1024]),
         ("min_tokens", 500),
@@ -149,6 +148,13 @@ def test_value_out_of_range_is_named(text: TextModel, field: str, value: Any) ->
         with pytest.raises(InvalidRequest) as caught:
             ask(text, **{field: value})
         assert caught.value.field == field
+
+
+def test_a_bias_out_of_range_is_named_by_its_token(text: TextModel) -> None:
+    for ask in (chat, completions):
+        with pytest.raises(InvalidRequest) as caught:
+            ask(text, logit_bias={"1": 101})
+        assert caught.value.field == "logit_bias.1"
 
 
 def test_tiny_positive_number_stays_positive_in_32_bits(text: TextModel) -> None:

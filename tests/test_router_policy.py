@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.policy import Candidate, pick_decode, pick_prefill
+from router.policy import HANDOVER_S, Candidate, goes_unsplit, pick_decode, pick_prefill
 
 BLOCK = 16
 
@@ -251,3 +251,46 @@ def test_other_block_sizes_count() -> None:
     cold = a_candidate("cold", total_blocks=0)
     assert pick_prefill([warm, cold], 1000) == cold
     assert pick_prefill([warm, cold], 1000, block_size=32) == warm
+
+
+TOKEN_S = {"token_s": 0.001, "step_s": 0.025}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "prefill", "decode", "reason"),
+    [
+        (20, {}, {}, "quicker"),  # the same work, and no hand-over
+        (32, {}, {}, "quicker"),
+        (33, {}, {}, ""),  # beyond what a decode step may be stretched by
+        (330, {}, {"prefix_blocks": 20}, "quicker"),  # most of it is there
+        (330, {"prefix_blocks": 20}, {}, ""),  # it is on the other side
+        (20, {}, {"running": 1}, "quicker"),  # one other waits for 20 ms; the hand-over takes longer
+        (20, {}, {"running": 8}, ""),  # eight do
+        (20, {"reported_tokens": 1000}, {"running": 8}, "quicker"),  # but a second of queue is worse
+        (20, {}, {"reported_tokens": 1000}, ""),
+        (20, {"charged_tokens": 100}, {"charged_tokens": 200}, ""),
+        (20, {"token_s": 0.0}, {}, ""),  # nothing is known of it yet
+        (20, {}, {"token_s": 0.0}, ""),
+        (20, {"token_s": 0.0001}, {"running": 2}, ""),  # a much faster one
+    ],
+)
+def test_the_hop_is_skipped_where_all_together_lose_less_time(
+    tokens: int, prefill: dict[str, Any], decode: dict[str, Any], reason: str
+) -> None:
+    there = a_candidate("prefill", **{**TOKEN_S, **prefill})
+    here = a_candidate("decode", **{**TOKEN_S, **decode})
+    assert goes_unsplit(there, here, tokens, most_tokens=32) == reason
+
+
+def test_without_a_prefill_worker_decode_serves_alone_whatever_it_takes() -> None:
+    assert goes_unsplit(None, a_candidate("decode", running=60), 10**6, most_tokens=0) == "alone"
+
+
+def test_the_time_of_the_hand_over_decides_between_equals() -> None:
+    """One other sequence that waits for `tokens` more against the hand-over and the step that it waits for."""
+    equal = int((HANDOVER_S + 0.025) / 0.001)
+    one = a_candidate("decode", running=1, **TOKEN_S)
+    reasons = [
+        goes_unsplit(a_candidate("p", **TOKEN_S), one, tokens, most_tokens=99) for tokens in (equal - 1, equal + 1)
+    ]
+    assert reasons == ["quicker", ""]

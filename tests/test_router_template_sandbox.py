@@ -149,7 +149,7 @@ USES = (
     "{% generation %}{% set x = 'inner' %}{{ x }}{% endgeneration %}{{ x }}",
     "{{ m.content | truncate(4) }}{{ -1 | abs }}",
     "{% for y in messages %}{% if loop.first %}{% continue %}{% endif %}{{ loop.changed(y) }}{% break %}{% endfor %}",
-    "{% for y in messages %}{{ loop.previtem.role }}{{ loop.nextitem is defined }}{% endfor %}",
+    "{% for y in messages %}{{ loop.previtem is defined }}{{ (loop.nextitem or y).role }}{% endfor %}",
 )
 MACRO = "{% macro mac(a) %}{{ caller(a) }}{% endmacro %}"
 

@@ -256,6 +256,24 @@ async def test_a_prompt_beyond_every_workers_context_is_refused_at_once(text: Te
         assert await cluster.workers.decode_worker(Context(PROMPT[:-1]), None)
 
 
+@pytest.mark.parametrize(("most_tokens", "reason"), [(0, ""), (len(PROMPT) - 1, ""), (len(PROMPT), "quicker")])
+async def test_a_short_prompt_skips_the_hop_where_that_is_quicker(
+    text: TextModel, most_tokens: int, reason: str
+) -> None:
+    async with fake_cluster(text) as cluster:
+        cluster.workers._max_unsplit_tokens = most_tokens
+        for fake in cluster.fakes:
+            fake.load = types_pb2.Load(total_blocks=1000, free_blocks=1000, token_s=0.001, step_s=0.02)
+        await eventually(lambda: all(cluster.client(fake).load.token_s for fake in cluster.fakes))
+        answered = await cluster.answer([ANSWER])
+        assert answered.tokens == [ANSWER]
+        assert answered.report.unsplit == reason
+        assert bool(cluster.prefill.turns) is not bool(reason)
+        labels = {"model_name": "test", "role": "router", "reason": "quicker"}
+        counted = cluster.metrics.registry.get_sample_value("kvrelay:requests_unsplit_total", labels)
+        assert counted == (1 if reason else None)
+
+
 async def test_kv_that_nobody_can_take_any_more_is_made_again_for_those_who_are_there(text: TextModel) -> None:
     """The last decode worker of an older kind leaves between prefill and hand-over."""
     async with fake_cluster(text, prefill=0, decode=0, dead_s=0.3, heartbeat_s=0.1) as cluster:
@@ -332,12 +350,12 @@ async def test_a_busy_worker_gets_less(text: TextModel) -> None:
 
 async def test_a_prompt_is_expected_where_it_was_sent_and_no_longer_than_that(text: TextModel) -> None:
     async with fake_cluster(text, prefill=2) as cluster:
-        client, expectation = cluster.workers.pick_prefill(Context(LONG, "salt"))
+        client, expectation = cluster.workers.pick_prefill(Context(LONG, "salt"), cluster.client(cluster.decode))
         worker_id = client.record.worker_id
         hashes = Context(LONG, "salt").hashes(client.record.model_revision)
         assert cluster.index.prefix_blocks(worker_id, hashes) == 3
         for _ in range(4):  # its prefix draws the same prompt
-            again, other = cluster.workers.pick_prefill(Context(LONG, "salt"))
+            again, other = cluster.workers.pick_prefill(Context(LONG, "salt"), cluster.client(cluster.decode))
             assert again is client
             other.answered()
         assert cluster.index.prefix_blocks(worker_id, Context(LONG, "other").hashes(client.record.model_revision)) == 0

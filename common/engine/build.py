@@ -47,6 +47,7 @@ class BuiltEngine:
     weights_bytes: int
     model_revision: str
     fingerprint: str
+    token_s: float  # what a token took in the largest step
 
 
 def build_engine(
@@ -79,7 +80,8 @@ def build_engine(
     revision, reader = source.revision(), open_tensors(source)
     weights = load_weights(reader, model, dtype, progress=progress)
     decoder = Decoder(model, weights, choose_ops(model, settings.attention_backend))
-    working = warm_up(decoder, layout, min(config.max_num_batched_tokens, config.max_model_len))
+    largest = min(config.max_num_batched_tokens, config.max_model_len)
+    working, largest_s = warm_up(decoder, layout, largest, clock)
     if settings.kv_cache_memory is None:
         plan = MemoryPlan.here(
             settings.gpu_memory_utilization,
@@ -104,12 +106,13 @@ def build_engine(
         weights_bytes=weights.num_bytes,
         model_revision=revision,
         fingerprint=fingerprint(revision, dtype=dtype, kv_dtype=layout.dtype, layout_id=layout.layout_id),
+        token_s=largest_s / largest,
     )
 
 
-def warm_up(decoder: Decoder, layout: KVLayout, num_tokens: int) -> int:
+def warm_up(decoder: Decoder, layout: KVLayout, num_tokens: int, clock: Callable[[], float]) -> tuple[int, float]:
     """Two real steps on blocks of their own, so that the first request need not pay for it: a small one, which
-    brings the weights in, and the largest. Returns the memory that the largest took, bytes.
+    brings the weights in, and the largest. Returns the memory (bytes) and the time (seconds) that the largest took.
     """
     blocks = tuple(range(-(-num_tokens // layout.block_size)))
     pool = KVPool(layout, len(blocks), shared=False)
@@ -122,6 +125,8 @@ def warm_up(decoder: Decoder, layout: KVLayout, num_tokens: int) -> int:
     step(1)
     before = resident_bytes()
     reset_peak()
+    begun = clock()
     step(num_tokens)
+    took_s = clock() - begun
     pool.close()
-    return max(0, peak_resident_bytes() - before)
+    return max(0, peak_resident_bytes() - before), took_s

@@ -143,7 +143,7 @@ class Error(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "waiting_tokens", "total_blocks", "free_blocks", "held_blocks", "reserved_blocks", "progress", "draining", "stuck")
+    __slots__ = ("running", "waiting", "waiting_tokens", "total_blocks", "free_blocks", "held_blocks", "reserved_blocks", "progress", "draining", "stuck", "token_s", "step_s")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -154,6 +154,8 @@ class Load(_message.Message):
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     STUCK_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     waiting_tokens: int
@@ -164,7 +166,9 @@ class Load(_message.Message):
     progress: int
     draining: bool
     stuck: bool
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., progress: _Optional[int] = ..., draining: _Optional[bool] = ..., stuck: _Optional[bool] = ...) -> None: ...
+    token_s: float
+    step_s: float
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., progress: _Optional[int] = ..., draining: _Optional[bool] = ..., stuck: _Optional[bool] = ..., token_s: _Optional[float] = ..., step_s: _Optional[float] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("router_id",)

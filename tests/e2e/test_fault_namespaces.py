@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 from faults.cases import BODIES, COMPANIONS, STREAM_EVENTS, Stage
-from faults.cluster import DEADLINES, WORKERS
 from faults.namespaces import INSIDE, NamespacedCluster, missing, run_inside
+from faults.processes import DEADLINES, WORKERS
 from faults.report import REPEATS
 from faults.tools import tiny_model
 

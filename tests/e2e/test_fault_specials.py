@@ -7,7 +7,8 @@ import grpc
 import pytest
 from faults.cases import BODIES, COMPANIONS, GREEDY, Stage
 from faults.client import BROKEN, Answer, Asked
-from faults.cluster import DEADLINES, WORKERS, FaultCluster
+from faults.cluster import FaultCluster
+from faults.processes import DEADLINES, WORKERS
 from faults.proxy import BLACKHOLE, Traffic
 from faults.tools import eventually
 from process_tools import linux

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from faults.cluster import DEADLINES
+from faults.processes import DEADLINES
 from faults.proxy import BLACKHOLE, Traffic
 
 

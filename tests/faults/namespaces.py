@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TextIO
 
 from common.process import die_with_parent
-from faults.cluster import WORKERS, FaultCluster
+from faults.cluster import FaultCluster
+from faults.processes import WORKERS
 from faults.proxy import Proxy
 from faults.tools import eventually
 
