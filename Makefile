@@ -4,13 +4,14 @@
 TORCH ?= torch==2.13.0
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
+REPEATS ?= 1
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$python" && break; done)
 
 pip := .venv/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_FLAGS)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint proto setup setup-dev clean distclean
+.PHONY: help demo test faults lint proto setup setup-dev clean distclean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1: /p' Makefile
@@ -21,6 +22,10 @@ demo: .venv/run.stamp ## one chat through a whole cluster, and where its time we
 test: .venv/dev.stamp ## all tests
 	.venv/bin/kvrelay model fetch
 	.venv/bin/python -m pytest $(PYTEST_FLAGS)
+
+faults: .venv/dev.stamp ## every fault at every stage of a request, REPEATS times, as a table (half an hour each)
+	rm -f build/faults.jsonl
+	KVRELAY_FAULTS=$(REPEATS) .venv/bin/python -m pytest -s $(PYTEST_FLAGS) tests/e2e/test_fault*.py
 
 lint: .venv/dev.stamp ## style and types
 	.venv/bin/ruff check .

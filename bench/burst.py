@@ -114,7 +114,7 @@ def _tokens_per_s(outcomes: Sequence[Outcome]) -> float:
 async def measure(options: BurstOptions) -> int:
     longest = replace(options, max_model_len=max(options.max_model_len, options.prompt_tokens + options.output_tokens))
     runs: list[dict[str, float | None]] = []
-    async with own_cluster(longest, options.max_num_seqs) as cluster:
+    async with own_cluster(longest, options.max_num_seqs, max_queued_requests=options.max_queued_requests) as cluster:
         url = cluster.address("router")
         async with ChatClient(url) as chat:
             model = await chat.model()

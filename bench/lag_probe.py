@@ -31,7 +31,7 @@ async def probing(host: str, port: int, path: str = "/health") -> AsyncIterator[
     try:
         yield times_ms
         async with asyncio.timeout(2 * ANSWER_S):
-            output, _ = await process.communicate()
+            output, _ = await process.communicate(b"")  # which closes its input
         answer = json.loads(output or "{}")
         if "ms" not in answer:
             raise Unavailable(f"the probe got no answer: {answer.get('error', 'it died')}")

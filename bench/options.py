@@ -153,6 +153,7 @@ class BurstOptions(ClusterOptions):
     decode: int = setting(1, "decode workers", within=POSITIVE)
     max_num_seqs: int = setting(8, "sequences at once on each worker: the capacity", within=POSITIVE)
     times: int = setting(10, "requests of the burst, in capacities", within=POSITIVE)
+    max_queued_requests: int = setting(1024, "requests that may wait in the router", within=(0, None))
     prompt_tokens: int = setting(64, "of each request", within=POSITIVE)
     output_tokens: int = setting(64, "of each request", within=POSITIVE)
     runs: int = setting(3, "undisturbed, burst, undisturbed again", within=POSITIVE)
@@ -169,7 +170,7 @@ class StreamsOptions(ClusterOptions):
     streams: str = setting("250,500,1000", "answers at a time, comma-separated, in this order")
     rounds: int = setting(2, "times that all is measured, on one router", within=POSITIVE)
     prompt_tokens: int = setting(16, "of each request", within=POSITIVE)
-    output_tokens: int = setting(64, "of each request", within=POSITIVE)
+    output_tokens: int = setting(128, "of each request", within=POSITIVE)
     vocab_size: int = setting(8192, "prompts are random token ids from 256 to this", within=(257, 2**31))
     json: bool = setting(False, JSON)
 

@@ -3,16 +3,20 @@
 The same requests go through a cluster of this command's own and, in turn, through an engine in a process of its own,
 with as many threads. Added is the difference of both ways' percentiles. Of a worker, `wire` is the CPU time of its
 event loop and of gRPC's threads; its engine is counted apart. Idle time between tokens counts, too: heartbeats are
-part of the wire.
+part of the wire. With --profile the router runs under cProfile, which makes it slower by a multiple: its functions'
+shares count then, not the times.
 """
 
 import itertools
 import json
 import os
 import sys
+import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from bench.client import Client, Outcome
@@ -21,13 +25,14 @@ from bench.engines import settings
 from bench.inprocess import Streams
 from bench.options import RouterOptions, counts
 from bench.pinned import module_command, run_pinned
+from bench.profiled import BEGIN, profiled, top
 from bench.report import Report, Row, note
 from bench.stats import percentile, summary
 from bench.workload import Request, unique_prompts
 from cli.chat import ChatClient
 from cli.child import Console
 from cli.cluster import Cluster, run_until_signal
-from cli.up import ClusterConfig, UpConfig, make_cluster
+from cli.up import ClusterConfig, UpConfig, check, plan
 from common.config import RouterConfig, WorkerConfig
 from common.errors import Unavailable
 
@@ -37,6 +42,8 @@ COLUMNS = (
     *("ttft_added_ms_p99", "gap_added_ms_p50", "gap_added_ms_p99", "e2e_added_ms_p50", "e2e_added_ms_p99", "runs"),
 )
 KINDS = ("ttft", "gap", "e2e")
+TOP = 5  # functions of a profile
+PROFILE_LINE = "{share:6.1%} {us_token:8.2f} us a token {calls_token:8.2f} calls a token  {function}"
 
 
 @dataclass
@@ -105,6 +112,12 @@ class Bench:
         self._options = options
         self._cluster = cluster
         self._client = client
+        self.tokens = 0  # served so far
+
+    def start_profile(self) -> None:
+        """What the router does from now on counts."""
+        self.tokens = 0
+        self._cluster.children["router"].signal(BEGIN)
 
     async def run(self, streams: int, number: int) -> dict[str, float]:
         """One run of each way: all figures of it."""
@@ -124,7 +137,9 @@ class Bench:
         before = self._cpu_times()
         outcomes = await self._client.streams(requests)
         spent = {name: time - before[name] for name, time in self._cpu_times().items()}
-        return latencies_of(outcomes), cpu_a_token(spent, sum(outcome.completion_tokens for outcome in outcomes))
+        tokens = sum(outcome.completion_tokens for outcome in outcomes)
+        self.tokens += tokens
+        return latencies_of(outcomes), cpu_a_token(spent, tokens)
 
     def _cpu_times(self) -> dict[str, ProcessTime]:
         children = {name: process_time(child.pid) for name, child in self._cluster.children.items()}
@@ -156,25 +171,59 @@ def latencies_of(outcomes: Iterable[Outcome]) -> Latencies:
     return latencies
 
 
+@contextmanager
+def router_profile(wanted: bool) -> Iterator[Path | None]:
+    """Where the router's profile will be; None without one."""
+    if not wanted:
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        yield Path(directory, "router.profile")
+
+
+def bench_cluster(config: ClusterConfig, profile: Path | None) -> Cluster:
+    stages = plan(config)
+    if profile is not None:
+        stages = profiled(stages, "router", profile)
+    up = config.up
+    return Cluster(stages, Console(out=sys.stderr), startup_s=up.startup_timeout, grace_s=up.shutdown_timeout)
+
+
 async def measure(options: RouterOptions) -> int:
+    report = Report(COLUMNS, as_json=options.json)
+    with router_profile(options.profile) as profile:
+        runs, tokens = await _runs(options, profile)
+        for count, rows in runs.items():
+            report.row(result(options, count, rows))
+        if profile is not None:
+            functions = top(profile, TOP, tokens)
+            if options.json:
+                report.row({"profile": functions, "tokens": tokens})
+            for one in functions:
+                report.say(PROFILE_LINE.format(**one))
+    return 0
+
+
+async def _runs(options: RouterOptions, profile: Path | None) -> tuple[dict[int, list[dict[str, float]]], int]:
+    """All runs by their number of streams, and the tokens that they served."""
     streams = counts(options.streams, "streams")
     config = cluster_config(options, max(streams))
+    check(config)
     runs: dict[int, list[dict[str, float]]] = defaultdict(list)
-    async with make_cluster(config, Console(out=sys.stderr)) as cluster:
+    async with bench_cluster(config, profile) as cluster:
         url = cluster.address("router")
         async with ChatClient(url) as chat:
             model = await chat.model()
         async with Client(url, model, RUN_S) as client:
             bench = Bench(options, cluster, client)
             await bench.warm_up()
+            if profile is not None:
+                bench.start_profile()
             for number in range(options.runs):
                 for count in streams:
                     note(f"run {number + 1} of {options.runs}, streams: {count}")
                     runs[count].append(await bench.run(count, number))
-    report = Report(COLUMNS, as_json=options.json)
-    for count, rows in runs.items():
-        report.row(result(options, count, rows))
-    return 0
+    return runs, bench.tokens
 
 
 def result(options: RouterOptions, streams: int, runs: Sequence[dict[str, float]]) -> Row:

@@ -9,22 +9,26 @@ from cli.up import ClusterConfig, UpConfig, check, plan
 from common.config import EngineConfig, RouterConfig, WorkerConfig
 
 RESTART_S = (0.1, 1.0)
+STEP_TOKENS = 256  # of a step on decode workers, which must have room for a token of each sequence
 
 
-def own_cluster(options: ClusterOptions, max_num_seqs: int, *, log_level: str = "error") -> Cluster:
+def own_cluster(options: ClusterOptions, max_num_seqs: int, *, max_queued_requests: int = 1024) -> Cluster:
     """To be entered with `async with`, in the main thread."""
     model, scale = str(options.model), options.deadline_scale
     config = ClusterConfig(
         up=UpConfig(prefill=options.prefill, decode=options.decode),
-        router=RouterConfig(model=model, port=0, log_level=log_level, deadline_scale=scale),
+        router=RouterConfig(
+            model=model, port=0, log_level="error", deadline_scale=scale, max_queued_requests=max_queued_requests
+        ),
         engine=EngineConfig(
             model=model,
             dtype="float32",
             max_model_len=options.max_model_len,
             max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs if max_num_seqs > STEP_TOKENS else None,
             kv_cache_memory=options.kv_cache_memory,
         ),
-        worker=WorkerConfig(log_level=log_level, deadline_scale=scale),
+        worker=WorkerConfig(log_level="error", deadline_scale=scale),
     )
     check(config)
     return Cluster(

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from redis.asyncio import Redis
@@ -31,7 +32,7 @@ from common.progress import progress
 from common.redis_client import connect
 from common.registry import Registry, WorkerRecord
 from common.role import announce_ready, run_role, stop_on_signals
-from common.tasks import end
+from common.tasks import end, watch
 from common.version import VERSION
 
 log = get_logger("worker")
@@ -181,7 +182,7 @@ async def running(
 ) -> AsyncIterator[WorkerRecord]:
     """The worker at work: steps its engine, answers calls, is announced. Leaving the context drains it first.
 
-    If the step loop dies, `stop` is set, and leaving the context raises EngineFailure.
+    If the step loop or another one dies, `stop` is set, and leaving the context raises EngineFailure.
     """
     info, built, settings, health = worker.info, worker.built, worker.settings, worker.health
     deadlines, metrics = worker.deadlines, worker.metrics
@@ -190,7 +191,7 @@ async def running(
     publisher = CacheEventPublisher(
         redis, namespace, info.worker_id, info.epoch, worker.engine.cached_hashes, deadlines, registry.outage
     )
-    deaths: list[BaseException] = []
+    deaths: list[tuple[str, BaseException]] = []
 
     def on_output(output: StepOutput) -> None:
         try:
@@ -199,17 +200,17 @@ async def running(
             publisher.record(output.stored, output.removed)
             service.on_output(output)
         except Exception as error:  # whose tokens were in it would wait for them in vain
-            on_death(error)
+            on_death("the step loop", error)
 
-    def on_death(error: BaseException) -> None:
-        deaths.append(error)
+    def on_death(what: str, error: BaseException) -> None:
+        deaths.append((what, error))
         health.dead = True
         stop.set()
 
     steps = EngineLoop(
         worker.engine,
         lambda output: loop.call_soon_threadsafe(on_output, output),
-        lambda error: loop.call_soon_threadsafe(on_death, error),
+        lambda error: loop.call_soon_threadsafe(on_death, "the step loop", error),
     )
     http = await serve_worker_http(
         settings.host,
@@ -242,11 +243,8 @@ async def running(
     await worker.server.set_serving(True)
     with contextlib.suppress(RedisUnreachable):  # keep_announced goes on trying
         await registry.announce(record)
-    tasks = [
-        asyncio.create_task(registry.keep_announced(record)),
-        asyncio.create_task(publisher.run()),
-        asyncio.create_task(_watch(worker)),
-    ]
+    loops = {"announcing": registry.keep_announced(record), "cache events": publisher.run(), "health": _watch(worker)}
+    tasks = [watch(asyncio.create_task(work), partial(on_death, f"the loop of {n}")) for n, work in loops.items()]
     try:
         yield record
     finally:
@@ -261,8 +259,9 @@ async def running(
         await asyncio.to_thread(steps.stop, deadlines.drain_s)
         await http.cleanup()
     if deaths:
-        log_event(log, logging.CRITICAL, "the step loop died", exc_info=deaths[0])
-        raise EngineFailure(f"the step loop died: {deaths[0]}") from deaths[0]
+        what, death = deaths[0]
+        log_event(log, logging.CRITICAL, f"{what} died", exc_info=death)
+        raise EngineFailure(f"{what} died: {death}") from death
 
 
 async def _watch(worker: Worker) -> None:

@@ -20,7 +20,7 @@ from common.model.opening import open_model
 from common.redis_client import connect
 from common.registry import Registry
 from common.role import announce_ready, run_role, stop_on_signals
-from common.tasks import end
+from common.tasks import end, until
 from router.app import build_app, build_runner
 from router.index import PrefixIndex
 from router.pipeline import Pipeline
@@ -55,7 +55,9 @@ async def run(arguments: argparse.Namespace) -> int:
         )
         pipeline = Pipeline(workers, text, metrics, deadlines, time.monotonic, max_queued=settings.max_queued_requests)
         stack.push_async_callback(workers.close)
-        stack.push_async_callback(end, asyncio.create_task(workers.run()), asyncio.create_task(index.run()))
+        following = asyncio.create_task(workers.run(), name="registry")
+        indexing = asyncio.create_task(index.run(), name="prefix index")
+        stack.push_async_callback(end, following, indexing)
         app = build_app(
             pipeline,
             text,
@@ -79,7 +81,7 @@ async def run(arguments: argparse.Namespace) -> int:
         stop = stop_on_signals()
         await workers.settle()
         announce_ready("router", f"http://{join_address(*runner.addresses[0][:2])}")
-        await stop.wait()
+        await until(stop, following, indexing)
     return 0
 
 

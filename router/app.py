@@ -173,7 +173,7 @@ class Api:
         return self._tokenizing.detokenize(request).model_dump_json()
 
     async def _openapi(self, _: web.Request) -> web.Response:
-        return json_reply(describe())
+        return json_reply(describe(self._model_name))
 
 
 def build_app(

@@ -125,6 +125,8 @@ class Gate:
     async def _wait(self, cost: Room, priority: int) -> None:
         waiter = Waiter((priority, self._arrivals), cost, asyncio.get_running_loop().create_future())
         self._arrivals += 1
+        if not self._queue:  # what ended before anybody waited says nothing of how fast this queue moves
+            self._ends.clear()
         self._check_queue(sum(other.place < waiter.place for other in self._queue))
         insort(self._queue, waiter, key=lambda one: one.place)
         self.poll()  # it may go before those who have to wait

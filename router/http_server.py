@@ -102,10 +102,12 @@ class HttpProtocol(web.RequestHandler):
     ) -> web.StreamResponse:
         if request.writer.output_size > 0:
             raise ConnectionError("the reply has begun")
-        error: KVRelayError = KVRelayError("internal error")
         if status < 500:
-            error = InvalidRequest(f"this is no proper HTTP request ({type(exc).__name__})")
-        log_event(log, logging.INFO, "bad HTTP", status=status, kind=type(exc).__name__)
+            error: KVRelayError = InvalidRequest(f"this is no proper HTTP request ({type(exc).__name__})")
+            log_event(log, logging.INFO, "bad HTTP", status=status, kind=type(exc).__name__)
+        else:
+            error = KVRelayError("internal error")
+            log_event(log, logging.ERROR, "request failed", exc_info=exc)
         response = json_reply(ErrorBody.of(error).model_dump_json(), status)
         response.force_close()
         return response
@@ -128,7 +130,7 @@ class GuardedRunner(web.AppRunner):
         return None if manager is None else lambda: ConnectionGuard(self._protocol(manager), self._connections)
 
     def _protocol(self, manager: web.Server) -> HttpProtocol:
-        return HttpProtocol(manager, loop=asyncio.get_running_loop(), access_log=None, **self._protocol_options)
+        return HttpProtocol(manager, loop=asyncio.get_running_loop(), **self._protocol_options)
 
 
 def tell_guards(connections: Connections) -> Middleware:
@@ -155,7 +157,7 @@ def make_runner(
     return GuardedRunner(
         app,
         connections,
-        {"keepalive_timeout": deadlines.http_idle_s, "lingering_time": LINGER_S},
+        {"keepalive_timeout": deadlines.http_idle_s, "lingering_time": LINGER_S, "access_log": None},
         handler_cancellation=True,
         shutdown_timeout=shutdown_timeout_s,
     )

@@ -16,7 +16,7 @@ from router.tokenizing import DetokenizeReply, DetokenizeRequest, TokenizeReply,
 Schema = dict[str, Any]
 REF = "#/components/schemas/{model}"
 STREAMED = "server-sent events: replies with what is new in each, then [DONE]; an error ends them"
-# path: method, summary, request, reply, whether it may be streamed, parameters
+# path: method, summary, request, reply, whether it may be streamed
 ROUTES: dict[str, tuple[str, str, type[BaseModel] | None, type[BaseModel] | None, bool]] = {
     "/v1/chat/completions": ("post", "The answer to a conversation", ChatRequest, Body[ChatChoice], True),
     "/v1/completions": ("post", "What follows a text", CompletionRequest, Body[CompletionChoice], True),
@@ -46,18 +46,22 @@ OF_ANY = (401, 405, 500)
 
 
 @functools.cache
-def describe() -> str:
-    """The description as JSON."""
+def describe(model_name: str) -> str:
+    """The description as JSON, of a server of this model."""
     models: list[tuple[type[BaseModel], JsonSchemaMode]] = [(ErrorBody, "serialization")]
     for _, _, request, reply, _ in ROUTES.values():
         models += [(request, "validation")] if request else []
         models += [(reply, "serialization")] if reply else []
     refs, definitions = models_json_schema(models, ref_template=REF)
+    for schema in definitions["$defs"].values():
+        if "additionalProperties" in schema and "model" in schema["properties"]:  # a request's
+            absent = [] if "model" in schema.get("required", []) else [None]
+            schema["properties"]["model"] = {"enum": [model_name, *absent]}
     paths: dict[str, Schema] = {}
     for path, (method, summary, request, reply, streamed) in ROUTES.items():
         operation: Schema = {"operationId": path.strip("/").replace("/", "_"), "summary": summary}
         if "{model}" in path:
-            name = {"name": "model", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+            name = {"name": "model", "in": "path", "required": True, "schema": {"enum": [model_name]}}
             operation["parameters"] = [name]
         if request is not None:
             content = {"application/json": {"schema": refs[request, "validation"]}}

@@ -125,9 +125,9 @@ class Pipeline:
         """Prefill, hand-over, decode; or decode alone where there is no prefill pool."""
         key = run.next_attempt(answers)
         context = run.context(answers)
-        decode = await self._decode_worker(run, context, None)  # without one, a prefill would be in vain
+        decode = await self._decode_worker(run, context, run.fingerprint)  # without one, a prefill would be in vain
         if run.failed_handovers < MAX_HANDOVERS:
-            picked = self._workers.pick_prefill(context, decode, run.failed)
+            picked = self._workers.pick_prefill(context, decode, run.failed, run.fingerprint)
         else:
             picked = "handovers"
         if isinstance(picked, str):
@@ -156,6 +156,9 @@ class Pipeline:
         self._count(waiting=1)
         try:
             return await self._workers.decode_worker(context, fingerprint, run.failed)
+        except HandoverError:
+            run.give_up_model()
+            raise
         finally:
             self._count(waiting=-1)
             run.report.router_queue_s += run.elapsed_s() - before
@@ -186,7 +189,7 @@ class Pipeline:
     async def _decode(self, run: Run, answers: list[Answer], key: types_pb2.AttemptKey, kept: Held | None) -> None:
         """Tokens until these answers are finished, on KV from the handle or, without one, from the start."""
         context = run.context(answers)
-        client = await self._decode_worker(run, context, kept.handle.fingerprint if kept else None)
+        client = await self._decode_worker(run, context, kept.handle.fingerprint if kept else run.fingerprint)
         run.report.decode_worker = client.record.worker_id
         submission = run.submission(answers, client, key)
         handle = kept.handle.to_proto() if kept else None

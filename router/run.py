@@ -27,12 +27,22 @@ class Run:
         self.failed: set[str] = set()  # ids of workers that were tried in vain
         self.outbox: asyncio.Queue[Delta | KVRelayError] = asyncio.Queue()
         self.failed_handovers = 0
+        self._fingerprint: str | None = None  # of the worker that was asked last
         self._metrics = metrics
         self._clock = clock
         self._began = clock()
         self._last_token_s = [0.0] * self.request.n
         self._params = params_to_proto(self.request.params)
         self._prompt = Context(self.request.prompt_ids, self.request.cache_salt)
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the model that has written what is out, as long as somebody can go on with it; None: any will do."""
+        return self._fingerprint if any(answer.output_ids for answer in self.answers) else None
+
+    def give_up_model(self) -> None:
+        """Nobody has the model any more that has begun the answers."""
+        self._fingerprint = None
 
     def elapsed_s(self) -> float:
         return self._clock() - self._began
@@ -65,6 +75,7 @@ class Run:
         self, answers: list[Answer], worker: WorkerClient, key: types_pb2.AttemptKey
     ) -> types_pb2.Submission:
         """All that a worker needs to go on with these answers from where they are."""
+        self._fingerprint = worker.record.fingerprint
         return types_pb2.Submission(
             key=key,
             epoch=worker.record.epoch,

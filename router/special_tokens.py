@@ -1,16 +1,17 @@
 """Special tokens count where the chat template writes them; inside a message the same strings are ordinary text.
 
-Before rendering, a mark (one private-use character that no message has) is put inside every special-token string
-of a message, and inside every piece of one at a message's ends, which could become one across a border. In the
-rendered text, what still reads as a special token is therefore the template's own. It gets a private name, known
-only to a twin of the tokenizer; the marks go; and the twin encodes the whole text at once, so that ordinary text
-is cut just as the tokenizer itself would cut it.
+Before rendering, in every special-token string of a message one character gives way to a stand-in (a private-use
+character that no message has), and so in every piece of one at a message's ends, which could become one across a
+border. In the rendered text, what still reads as a special token is therefore the template's own. It gets a private
+name, known only to a twin of the tokenizer; the characters come back; and the twin encodes the whole text at once, so
+that ordinary text is cut just as the tokenizer itself would cut it. A message keeps its length: templates may cut it.
 """
 
 import json
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -18,7 +19,7 @@ from tokenizers import Tokenizer
 from common.errors import InvalidRequest
 
 PRIVATE_USE = range(0x10FFFD, 0xF0000, -1)  # planes 16 and 15: no script, no whitespace, in no vocabulary
-STRUCTURE = ("role", "type")  # checked words that templates compare with; never marked
+STRUCTURE = ("role", "type")  # checked words that templates compare with; never changed
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -47,8 +48,24 @@ def _any_of(strings: Sequence[str]) -> str:
     return "|".join(re.escape(text) for text in sorted(strings, key=len, reverse=True)) or r"(?!)"
 
 
+@dataclass(frozen=True, slots=True)
+class StandIns:
+    """The characters that stand for others in one request's messages."""
+
+    of: Mapping[str, str]  # by the character that gives way
+
+    def restore(self, text: str) -> str:
+        """A rendered text with the messages' own characters."""
+        own = {stand_in: char for char, stand_in in self.of.items()}
+        text = text.translate({ord(stand_in): char for stand_in, char in own.items()})
+        if "\\ud" in text.lower():  # a template may write JSON in ASCII
+            for stand_in, char in own.items():
+                text = text.replace(json.dumps(stand_in)[1:-1], json.dumps(char)[1:-1])
+        return text
+
+
 class SpecialTokenGuard:
-    """Marks messages and encodes what was rendered from them."""
+    """Protects messages and encodes what was rendered from them."""
 
     def __init__(self, tokenizer_data: Mapping[str, Any]) -> None:
         """tokenizer_data: the content of tokenizer.json."""
@@ -60,43 +77,54 @@ class SpecialTokenGuard:
         self._twin.no_truncation()
         self._twin.no_padding()
         self._added = re.compile(_any_of(added))
-        self._start = re.compile(f"(?={_any_of(special)})")  # of zero width, so that overlapping ones are found too
-        self._special = special
+        self._special = re.compile(_any_of(special))
+        self._chars = sorted(set().union(*special))
         self._longest = max(map(len, special), default=0)
         self._heads = {text[:end] for text in special for end in range(1, len(text))}
         self._tails = {text[start:] for text in special for start in range(1, len(text))}
+        self._middles = {text[:end] for text in self._tails for end in range(1, len(text))}
 
-    def mark(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], str]:
-        """Copies of the messages with marks inside, and the mark."""
+    def protect(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], StandIns]:
+        """Copies of the messages with stand-ins."""
         used = set().union(*_strings(list(messages)))
-        mark = next((chr(code) for code in PRIVATE_USE if chr(code) not in used), None)
-        if mark is None:
+        unused = (chr(code) for code in PRIVATE_USE if chr(code) not in used)
+        of = dict(zip(self._chars, unused, strict=False))
+        if len(of) < len(self._chars):
             raise InvalidRequest("messages use every private-use character of Unicode", field="messages")
-        return [_map_strings(message, lambda text: self._marked(text, mark)) for message in messages], mark
+        return [_map_strings(message, lambda text: self._protected(text, of)) for message in messages], StandIns(of)
 
-    def encode(self, rendered: str, mark: str) -> list[int]:
-        """Token ids of a text that was rendered from marked messages."""
+    def encode(self, rendered: str, stand_ins: StandIns) -> list[int]:
+        """Token ids of a text that was rendered from protected messages."""
         named = self._added.sub(lambda match: self._private.get(match[0], match[0]), rendered)
-        encoding = self._twin.encode_batch_fast([named.replace(mark, "")], add_special_tokens=False)[0]
-        return encoding.ids
+        return self._twin.encode_batch_fast([stand_ins.restore(named)], add_special_tokens=False)[0].ids
 
-    def _marked(self, text: str, mark: str) -> str:
-        places = sorted(self._places(text))
-        pieces = [text[start:end] for start, end in zip([0, *places], [*places, len(text)], strict=True)]
-        return mark.join(pieces)
+    def _protected(self, text: str, of: Mapping[str, str]) -> str:
+        while self._special.search(text):  # again, since tokens may overlap
+            text = self._special.sub(lambda match: _broken(match[0], of), text)
+        while (piece := self._piece_at_an_end(text)) is not None:
+            start, end = piece
+            text = text[:start] + _broken(text[start:end], of) + text[end:]
+        return text
 
-    def _places(self, text: str) -> set[int]:
-        """Where marks go. Templates may strip messages, so a message's ends are also those without whitespace."""
-        places = {match.start() + 1 for match in self._start.finditer(text)}
+    def _piece_at_an_end(self, text: str) -> tuple[int, int] | None:
+        """Of a special token. Templates may strip messages, so a message's ends are also those without whitespace."""
         first, last = len(text) - len(text.lstrip()), len(text.rstrip())
-        for end in (last, len(text)):
-            places |= {at + 1 for at in range(max(0, end - self._longest), end) if text[at:end] in self._heads}
-        for start in (0, first):
-            if any(text[start : start + length] in self._tails for length in range(1, self._longest)):
-                places.add(start)
-        if 0 < last - first < self._longest and any(text[first:last] in special[1:] for special in self._special):
-            places.add(first)
-        return places
+        for end in {last, len(text)}:
+            for start in range(max(0, end - self._longest), end):
+                if text[start:end] in self._heads:
+                    return start, end
+        for start in {0, first}:
+            for end in range(start + 1, min(start + self._longest, len(text) + 1)):
+                if text[start:end] in self._tails:
+                    return start, end
+        whole = text[first:last]
+        return (first, last) if whole in self._middles else None
+
+
+def _broken(text: str, of: Mapping[str, str]) -> str:
+    """With one character changed: one that templates hardly strip, change or escape, if there is any."""
+    at = min(range(len(text)), key=lambda at: (text[at].isalnum(), text[at].isspace(), at in (0, len(text) - 1), at))
+    return text[:at] + of[text[at]] + text[at + 1 :]
 
 
 def _renamed(tokenizer_data: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

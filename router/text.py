@@ -21,6 +21,7 @@ __all__ = ["Detokenizer", "StopChecker", "TextModel"]
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoding makes of bytes that are no UTF-8
 SHRINK = 4  # a normalizer may make a text this many times shorter
 
 
@@ -54,7 +55,9 @@ class TextModel:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._guard = SpecialTokenGuard(tokenizer_data)
-        self._byte_level = (tokenizer_data["decoder"] or {}).get("type") == "ByteLevel"
+        decoder = tokenizer_data["decoder"] or {}
+        self._byte_level = decoder.get("type") == "ByteLevel"
+        self._bytes_inside = any(step["type"] == "ByteLevel" for step in decoder.get("decoders", ()))
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = {token_id for token_id, token in added.items() if token.special}
         bos_id = self._tokenizer.token_to_id(self.special_tokens.get("bos_token", ""))
@@ -93,10 +96,10 @@ class TextModel:
 
         limit: a text that is certainly longer, in tokens, is refused before it is encoded.
         """
-        marked, mark = self._guard.mark(messages)
-        text = self.render_chat(marked, add_generation_prompt)
+        protected, stand_ins = self._guard.protect(messages)
+        text = self.render_chat(protected, add_generation_prompt)
         self._check_length(text, limit, "messages")
-        return self._guard.encode(text, mark)
+        return self._guard.encode(text, stand_ins)
 
     def encode(self, text: str, limit: int | None = None, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt that the client has put together; special tokens in it count, a BOS once."""
@@ -120,7 +123,7 @@ class TextModel:
         return WindowDetokenizer(
             decode=lambda ids: self._tokenizer.decode(ids, skip_special_tokens=False),
             is_visible=lambda token_id: self._is_visible(token_id, skip_special_tokens),
-            is_byte=lambda token_id: _is_byte(self._tokenizer.id_to_token(token_id)),
+            is_byte=self._is_part if self._bytes_inside else self._is_byte_token,
         )
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -137,6 +140,13 @@ class TextModel:
     def _is_visible(self, token_id: int, skip_special_tokens: bool) -> bool:
         known = self._tokenizer.id_to_token(token_id) is not None
         return known and not (skip_special_tokens and token_id in self._special_ids)
+
+    def _is_byte_token(self, token_id: int) -> bool:
+        return _is_byte(self._tokenizer.id_to_token(token_id))
+
+    def _is_part(self, token_id: int) -> bool:
+        """Whether the token has bytes that are no characters by themselves."""
+        return REPLACEMENT in self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def _check_length(self, text: str, limit: int | None, field: str) -> None:
         if limit is not None and len(text) > SHRINK * self._longest_token * limit:

@@ -4,8 +4,6 @@ import codecs
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoding makes of bytes that are no UTF-8
-
 
 class Detokenizer(Protocol):
     """Decodes one answer piece by piece; all pieces joined are the decoding of all ids at once."""
@@ -42,7 +40,7 @@ class WindowDetokenizer:
         is_visible: Callable[[int], bool],
         is_byte: Callable[[int], bool],
     ) -> None:
-        """is_byte: tokens of one raw byte; what a run of them means is only certain once it has ended."""
+        """is_byte: tokens of raw bytes; what a run of them means is only certain once it has ended."""
         self._decode = decode
         self._is_visible = is_visible
         self._is_byte = is_byte
@@ -54,7 +52,7 @@ class WindowDetokenizer:
         if not self._window or self._is_byte(self._window[-1]):
             return ""
         text = self._new_text()
-        if not text or text.endswith(REPLACEMENT):
+        if not text:
             return ""
         del self._window[: self._done]
         self._done = len(self._window)

@@ -55,7 +55,7 @@ class Wire(BaseModel):
                 properties[name] = {"anyOf": [value, {"type": "null"}]}
         properties |= {name: {"enum": [*values, None]} for name, values in cls.NEUTRAL.items()}
         properties |= {name: {} for name in sorted(cls.HARMLESS)}
-        described["additionalProperties"] = False
+        described["additionalProperties"] = {"type": "null"}
         return schema
 
 

@@ -89,14 +89,16 @@ class Workers:
         return True, "ready"
 
     def pick_prefill(
-        self, context: Context, decode: WorkerClient, failed: Collection[str] = ()
+        self, context: Context, decode: WorkerClient, failed: Collection[str] = (), fingerprint: str | None = None
     ) -> tuple[WorkerClient, Expectation] | str:
         """The worker that is done with this prompt first, and the blocks it is now expected to have.
 
         Or, in a word, why `decode` should compute it. Ids in `failed`, here and below, are those of workers that
-        this request has tried in vain.
+        this request has tried in vain. Only a worker of `fingerprint` will do, if one is given.
         """
         fingerprints = {client.record.fingerprint for client in self.usable("decode")}
+        if fingerprint is not None:
+            fingerprints &= {fingerprint}
         picked = pick_prefill(
             [self._candidate(client, context, failed) for client in self.usable("prefill")],
             len(context),
@@ -137,8 +139,8 @@ class Workers:
     ) -> WorkerClient:
         """pick_decode, waiting for a worker to come back if need be. Raises NoWorker after the queue deadline.
 
-        KV that only workers of one fingerprint could take is given up, by HandoverError, when the last of them has
-        been away for dead_s while others could compute the prompt anew: a rolling update has gone by.
+        KV, or an answer, that only workers of one fingerprint could take is given up, by HandoverError, when the last
+        of them has been away for dead_s while others could compute the prompt anew: a rolling update has gone by.
         """
         began = self._clock()
         while True:
@@ -150,7 +152,7 @@ class Workers:
                 raise NoWorker("no decode worker can take the request")
             alone = fingerprint is not None and all(c.record.fingerprint != fingerprint for c in self.usable("decode"))
             if alone and waited >= self._deadlines.dead_s and self.usable("decode"):
-                raise HandoverError("no decode worker of the KV's fingerprint is left")
+                raise HandoverError("no decode worker of this fingerprint is left")
             await self.change(min(self._deadlines.router_queue_s - waited, self._deadlines.heartbeat_s))
 
     def _check_context(self, num_tokens: int) -> None:

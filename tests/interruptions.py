@@ -1,4 +1,4 @@
-"""Tools that end things at an exact point: a stream before a token, a coroutine at one of its awaits."""
+"""Tools that end things at an exact point: a stream at a token, a forward pass, a coroutine at one of its awaits."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Generator, Iterator
@@ -33,6 +33,26 @@ def cut_before(service: Any, *indexes: int) -> Iterator[list[int]]:
         yield pending
     finally:
         del service.on_output
+
+
+@contextmanager
+def fails_at(service: Any, step: int) -> Iterator[None]:
+    """Forward pass number `step` fails."""
+    runner, count = service.engine._runner, 0
+    forward = runner.forward
+
+    def failing(batch: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == step:
+            raise RuntimeError("a kernel failed")
+        return forward(batch)
+
+    runner.forward = failing
+    try:
+        yield
+    finally:
+        runner.forward = forward
 
 
 class Awaits:

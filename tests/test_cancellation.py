@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from checkpoints import make_random_checkpoint
-from interruptions import Awaits
+from interruptions import Awaits, fails_at
 from local_cluster import LocalCluster, LocalWorker, local_cluster
 from recompute import Recompute, prompt
 from redis_process import RedisServer
@@ -23,11 +23,9 @@ from worker_stream import QUICK_HEARTBEAT, WorkerStream, stream_to
 from common.engine.sequence import SamplingParams
 from common.rpc import prefill_pb2
 from kvtransfer.lease import ROUTER
-from router.answer import Answer
 from router.gate import Room
 from router.generation import Generation, GenerationRequest
 from router.pipeline import Pipeline
-from router.run import Run
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 pytest_plugins = ("redis_fixture",)
@@ -114,8 +112,12 @@ def cancelled(service: Any, at: int, when: str) -> Iterator[list[Awaits]]:
 
 
 async def served(one: LocalWorker, awaits: list[Awaits]) -> bool:
-    """When the attempt is over: whether it was cancelled."""
+    """When the attempt is over, and its sequences are at most in a last step: whether it was cancelled."""
     await eventually(lambda: awaits and not one.service.relay_server.num_attempts)
+    engine = one.worker.engine
+    with engine._lock:
+        sequences = [*engine._scheduler.running, *engine._scheduler.waiting]
+        assert all(sequence.aborted_forks.issuperset(sequence.forks) for sequence in sequences)
     return awaits[0].reached
 
 
@@ -215,8 +217,9 @@ class Client:
     """Reads two answers to their end; leaves by being cancelled at one await of what it is given to watch."""
 
     def __init__(self, cluster: LocalCluster, at: int, when: str) -> None:
-        self.awaits = Awaits(at, when, lambda: self.task.cancel())
+        self.awaits = Awaits(at, when, self.leave)
         self.answers: list[list[int]] = [[], []]
+        self.carriers: set[asyncio.Task[Any]] = set()  # tasks of the pipeline's
         self.task: asyncio.Task[None]
         self._cluster = cluster
         self._name = f"client-{at}"
@@ -226,6 +229,11 @@ class Client:
         async with aclosing(self._cluster.pipeline.generate(Generation(request))) as deltas:
             async for delta in deltas:
                 self.answers[delta.index] += [token.token_id for token in delta.tokens]
+
+    def leave(self) -> None:
+        """The carriers end in this very turn, and not some turns later, so that each await is met as it is."""
+        for task in (self.task, *self.carriers):
+            task.cancel()
 
     async def run(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Until the coroutine has ended or was cancelled."""
@@ -237,40 +245,24 @@ class Client:
 
 
 @contextmanager
-def fails_at(service: Any, step: int) -> Iterator[None]:
-    """Forward pass number `step` fails."""
-    runner, count = service.engine._runner, 0
-    forward = runner.forward
-
-    def failing(batch: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count == step:
-            raise RuntimeError("a kernel failed")
-        return forward(batch)
-
-    runner.forward = failing
-    try:
-        yield
-    finally:
-        runner.forward = forward
-
-
-@contextmanager
-def watched(pipeline: Pipeline, awaits: Awaits) -> Iterator[None]:
+def watched(pipeline: Pipeline, client: Client) -> Iterator[None]:
     """All that carries the pipeline's requests: the task of each, and those of forks that go on side by side."""
     drive, attempt = pipeline._drive, pipeline._attempt
-    drivers: set[Any] = set()
 
-    async def watched_drive(run: Run) -> None:
-        drivers.add(asyncio.current_task())
-        await awaits.watch(drive(run))
+    async def carry(coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        if task in client.carriers:
+            await coroutine
+            return
+        client.carriers.add(task)
+        try:
+            await client.awaits.watch(coroutine)
+        finally:
+            client.carriers.discard(task)
 
-    async def watched_attempt(run: Run, answers: list[Answer]) -> None:
-        attempted = attempt(run, answers)
-        await (attempted if asyncio.current_task() in drivers else awaits.watch(attempted))
-
-    pipeline._drive, pipeline._attempt = watched_drive, watched_attempt  # type: ignore[method-assign]
+    pipeline._drive = lambda run: carry(drive(run))  # type: ignore[method-assign]
+    pipeline._attempt = lambda run, answers: carry(attempt(run, answers))  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -320,7 +312,7 @@ async def test_generate_wherever_it_waits(cluster: LocalCluster, recompute: Reco
         number += 1
         client = Client(cluster, number, when)
         with ExitStack() as stack:
-            stack.enter_context(watched(cluster.pipeline, client.awaits))
+            stack.enter_context(watched(cluster.pipeline, client))
             if trouble == "gate":
                 stack.enter_context(closed_gate(cluster.pipeline))
             elif trouble != "none":

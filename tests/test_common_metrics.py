@@ -82,6 +82,7 @@ def test_the_gauges_are_those_of_the_last_load():
     seen = values(metrics.registry)
     assert (seen["num_requests_running"], seen["num_requests_waiting"], seen["num_waiting_tokens"]) == (3, 2, 9)
     assert (seen["kv_cache_usage_perc"], seen["num_attempts"], seen["kv_claims"]) == (0.25, 4, 1)
+    assert seen["kv_used_blocks"] == 2
     metrics.on_load(EngineLoad(total_blocks=8, free_blocks=8), attempts=0)
     metrics.on_claims(0)
     seen = values(metrics.registry)

@@ -60,6 +60,16 @@ Engine.step = mortal
 from decode_svc.__main__ import main
 sys.exit(main())
 """
+# A registry loop that dies in an unforeseen way.
+MUTE = """
+import sys
+from common.registry import Registry
+async def die(self, record):
+    raise RuntimeError("a defect")
+Registry.keep_announced = die
+from decode_svc.__main__ import main
+sys.exit(main())
+"""
 
 
 @pytest.fixture(scope="module")
@@ -246,3 +256,10 @@ async def test_a_worker_ends_when_its_step_loop_dies(model: Path, redis_server: 
         assert lines[-1] == "error: the step loop died: no more memory"
         assert [line for line in lines if line.startswith("error")] == lines[-1:]
         assert [record.leaving for record in await worker.registry.workers()] == [True]
+
+
+async def test_a_worker_that_can_not_be_announced_any_more_ends(model: Path, redis_server: RedisServer) -> None:
+    """Else routers that come later would never hear of it."""
+    async with started("decode", "-c", MUTE, redis_url=redis_server.url, model=model) as worker:
+        status, lines = await worker.ended()
+    assert (status, lines[-1]) == (2, "error: the loop of announcing died: a defect")

@@ -34,6 +34,9 @@ def token(logits: list[float], one: Sequence, eos: tuple[int, ...] = (EOS,)) -> 
 
 def plain_adjust(logits: list[float], params: SamplingParams, prompt: list[int], output: list[int]) -> list[float]:
     logits = list(logits)
+    for word in params.bad_words:
+        if tuple([*output, word[-1]][-len(word) :]) == word:
+            logits[word[-1]] = -math.inf
     if len(output) < params.min_tokens:
         for stop in (EOS, *params.stop_token_ids):
             logits[stop] = -math.inf
@@ -90,6 +93,7 @@ ADJUSTING = st.fixed_dictionaries(
         "logit_bias": st.lists(st.tuples(st.integers(0, 7), st.sampled_from([-100.0, -1.5, 2.0])), max_size=3).map(
             tuple
         ),
+        "bad_words": st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
         "repetition_penalty": st.sampled_from([1.0, 1.25, 0.5, 4.0]),
         "frequency_penalty": PENALTY,
         "presence_penalty": PENALTY,

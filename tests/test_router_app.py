@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+from collections.abc import AsyncGenerator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from http_tools import BOTH, CHAT, COMPLETION, HELLO, MODEL, data_of, delta, eve
 from tiny_text import model_directory
 
 from common.deadlines import Deadlines
+from common.version import VERSION
+from router.generation import Delta, Generation, GenerationRequest
 from router.text import TextModel
 
 
@@ -83,6 +86,46 @@ class TestHeaders:
                 assert response.headers["X-Request-Id"] == given
             assert served.pipeline.requests[0].request_id != given
 
+    async def test_two_live_requests_may_have_the_same_id(self, text: TextModel) -> None:
+        def script(request: GenerationRequest) -> list[Any]:
+            return [go, delta(str(request.prompt_ids[0]), finish_reason="stop")]
+
+        go, headers = asyncio.Event(), {"X-Request-Id": "same"}
+        pipeline = FakePipeline(script=script)
+        async with serve(text, pipeline=pipeline) as served:
+            posts = [
+                asyncio.create_task(served.post("/v1/completions", {**COMPLETION, "prompt": [one]}, headers=headers))
+                for one in (7, 8)
+            ]
+            await eventually(lambda: len(pipeline.running) == 2)
+            go.set()
+            answers = [await post for post in posts]
+        assert [body["choices"][0]["text"] for _, body in answers] == ["7", "8"]
+        assert [response.headers["X-Request-Id"] for response, _ in answers] == ["same", "same"]
+        assert answers[0][1]["id"] != answers[1][1]["id"]
+
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_server_timing_tells_what_is_known(self, text: TextModel, stream: bool) -> None:
+        class Handing(FakePipeline):
+            async def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]:
+                async for one in super().generate(generation):
+                    yield one
+                    await handed_over.wait()
+                    report = generation.report
+                    report.transport, report.handover_s, report.decode_queue_s = "shm", 0.0015, 2.0
+
+        handed_over = asyncio.Event()
+        if not stream:
+            handed_over.set()
+        async with serve(text, pipeline=Handing(*HELLO)) as served:
+            body = {**COMPLETION, "stream": stream}
+            async with served.session.post(served.url + "/v1/completions", json=body) as response:
+                timing = response.headers["Server-Timing"]
+                handed_over.set()
+                await response.read()
+        later = "" if stream else ", handover;dur=1.5, decode-queue;dur=2000.0"
+        assert timing == "queue;dur=750.0, prefill;dur=1500.0" + later
+
     @pytest.mark.parametrize("given", [None, "", "x" * 129, "a b", "ü", 'a"b'])
     @pytest.mark.parametrize("path", ["/health", "/nowhere"])
     async def test_request_id_is_made_where_none_is_usable(self, text: TextModel, given: str | None, path: str) -> None:
@@ -132,6 +175,11 @@ class TestOtherPages:
             health, _ = await served.get("/health")
         assert (response.status, health.status) == (status, 200)
         assert body == {"ready": ready[0], "reason": ready[1]}
+
+    async def test_version(self, text: TextModel) -> None:
+        async with serve(text) as served:
+            response, body = await served.get("/version")
+        assert (response.status, body) == (200, {"version": VERSION})
 
     async def test_metrics_count_by_route(self, text: TextModel) -> None:
         async with serve(text, *HELLO) as served:

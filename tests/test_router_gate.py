@@ -164,6 +164,25 @@ async def test_who_would_wait_for_longer_than_the_deadline_is_refused_at_once(pl
     assert refusal.value.retry_after_s == pytest.approx(10.0)
 
 
+async def test_an_outage_does_not_refuse_who_comes_after_it(place: Place) -> None:
+    for name in "abcde":
+        await place.come(name)
+    waiting = await place.come("waits")
+    place.capacity = Room()
+    for name in "abcde":  # failed by the outage, long after one another
+        place.now += 20.0
+        await place.go(name)
+    with pytest.raises(NoWorker):
+        await waiting
+    late = await place.come("late")
+    assert not late.done()
+    place.capacity = Room(4, 1000)
+    place.gate.poll()
+    await turns()
+    assert place.log[-1] == "late"
+    await place.go("late")
+
+
 async def test_the_wait_ends_with_the_deadline(place: Place) -> None:
     place.capacity = Room(1, 1000)
     await place.come("in")

@@ -1,13 +1,14 @@
 """Errors reach clients in OpenAI's form: as a status before the first delta, as an event after it."""
 
 import asyncio
+import gzip
 import json
 import logging
 from typing import Any
 
 import pytest
 from fakes import FakePipeline
-from http_tools import BOTH, CHAT, COMPLETION, data_of, delta, serve
+from http_tools import BOTH, CHAT, COMPLETION, MODEL, data_of, delta, serve
 from tiny_text import model_directory
 
 from common.config import Bytes, RequestLimits
@@ -151,11 +152,89 @@ async def test_wrong_field_is_named(text: TextModel, size: int) -> None:
     assert (response.status, reply["error"]["param"]) == (400, "messages[0].content[0]")
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff"])
-async def test_malformed_json(text: TextModel, body: bytes) -> None:
+POSTS = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
+BAD_BODIES = [
+    b"", b"{", b"[]", b"null", b"123", b"true", b'"x"', b"\xff", b"\x00", b"{} {}", b'{"a": NaN}', b'{"a": -Infinity}',
+    b'{"model": "\\ud800"}', b"[" * 5000, b'{"a":' * 5000, b'{"a": ' + b"9" * 5000 + b"}",
+    b"{" + b", ".join(b'"k%d": 1' % number for number in range(100_000)) + b"}", b'{"%s": 1}' % (b"x" * 100_000),
+    b'{"model": "m", "prompt": {"%s": ["%s"]}}' % (b"x" * 50_000, b"y" * 50_000),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize("body", BAD_BODIES, ids=lambda body: repr(body[:24]))
+async def test_a_bad_body_gets_a_small_400(text: TextModel, path: str, body: bytes) -> None:
     async with serve(text) as served:
-        response, reply = await served.post("/v1/chat/completions", body)
+        response, reply = await served.post(path, body)
     assert (response.status, reply["error"]["code"]) == (400, "invalid_request")
+    assert set(reply["error"]) == {"message", "type", "param", "code"}
+    assert len(json.dumps(reply)) < 1500
+
+
+@pytest.mark.parametrize(
+    "kind", [None, "", "text/plain", "application/x-www-form-urlencoded", "odd", "a/b; charset=zz"]
+)
+async def test_the_content_type_does_not_matter(text: TextModel, kind: str | None) -> None:
+    headers = {} if kind is None else {"Content-Type": kind}
+    skip = ["Content-Type"] if kind is None else []
+    async with serve(text, delta("a", finish_reason="stop")) as served:
+        response, _ = await served.post("/v1/completions", COMPLETION, headers=headers, skip_auto_headers=skip)
+    assert response.status == 200
+
+
+async def test_of_a_key_that_comes_twice_the_last_counts(text: TextModel) -> None:
+    async with serve(text, delta("a", finish_reason="stop")) as served:
+        body = b'{"model": "other", "prompt": "a", "max_tokens": 0, "max_tokens": 3, "model": "%s"}' % MODEL.encode()
+        assert (await served.post("/v1/completions", body))[0].status == 200
+        assert served.pipeline.requests[0].params.max_tokens == 3
+
+
+async def test_a_body_that_unpacks_to_too_much_is_refused(text: TextModel) -> None:
+    packed = gzip.compress(b" " * 10_000_000)
+    async with serve(text, limits=RequestLimits(max_body_size=Bytes(1_000_000))) as served:
+        headers = {"Content-Encoding": "gzip"}
+        response, reply = await served.post("/v1/completions", packed, headers=headers, compress=None)
+    assert (response.status, reply["error"]["type"]) == (413, "invalid_request_error")
+
+
+@pytest.mark.parametrize(
+    ("limits", "fields", "field"),
+    [
+        ({"max_n": 2}, {"n": 3}, "n"),
+        ({"max_answers": 3}, {"prompt": ["a", "b"], "n": 2}, "prompt"),
+        ({"max_stop_strings": 1}, {"stop": ["a", "b"]}, "stop"),
+        ({"max_logit_bias": 1}, {"logit_bias": {"1": 1, "2": 1}}, "logit_bias"),
+        ({"max_bad_words": 1}, {"bad_words": ["a", "b"]}, "bad_words"),
+    ],
+)
+async def test_a_servers_limits_are_told(
+    text: TextModel, limits: dict[str, int], fields: dict[str, Any], field: str
+) -> None:
+    for allowed in (RequestLimits(), RequestLimits(**limits)):
+        steps = [delta("a", index, finish_reason="stop") for index in range(fields.get("n", 1))]
+        async with serve(text, *steps, limits=allowed) as served:
+            response, reply = await served.post("/v1/completions", {**COMPLETION, **fields})
+        if allowed == RequestLimits():
+            assert response.status == 200
+            continue
+        assert (response.status, reply["error"]["param"]) == (400, field)
+        assert str(next(iter(limits.values()))) in reply["error"]["message"]
+
+
+INTERNAL = ["request_id", "kv_transfer_params", "handle", "epoch", "attempt", "prompt_token_ids", "output_ids"]
+TOOLS = ["tools", "tool_choice", "functions", "function_call", "response_format", "guided_json", "guided_regex",
+         "guided_choice", "guided_grammar", "structured_outputs", "documents", "chat_template"]  # fmt: skip
+
+
+@pytest.mark.parametrize("field", [*INTERNAL, *TOOLS])
+@pytest.mark.parametrize(("path", "body"), BOTH)
+async def test_internal_and_unsupported_fields_are_refused_by_name(
+    text: TextModel, path: str, body: Any, field: str
+) -> None:
+    async with serve(text) as served:
+        response, reply = await served.post(path, {**body, field: {"type": "json_object"}})
+    assert (response.status, reply["error"]["param"]) == (400, field)
+    assert reply["error"]["message"].startswith(f"{field} is not supported")
 
 
 async def test_broken_compression_is_the_clients_fault(text: TextModel) -> None:

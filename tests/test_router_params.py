@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tiny_text import byte_level, model_directory
 
-from common.engine.sequence import SamplingParams
 from common.config import RequestLimits
+from common.engine.sequence import SamplingParams
 from common.errors import ContextLengthExceeded, InvalidRequest
 from router.generation import GenerationRequest
 from router.openai import ChatRequest, CompletionRequest

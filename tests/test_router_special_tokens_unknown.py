@@ -13,9 +13,27 @@ from transformers import PreTrainedTokenizerFast
 from router.text import TextModel
 
 SECRET = "<|zz|>"
-PIECES = (SECRET, "<|", "zz", "|>", "<", "|", ">", "<|z", "z|>", " ", "\n", "the relay", "é", "東", "\N{GRINNING FACE}", "<t>", "|><")
-REPEATED = "{% for m in messages %}{{ m.content }}{{ m.content[1:] }}{{ m.role }}{{ m.content.strip('<') }}{% endfor %}"
-QUOTED = "{{ messages | tojson }}{% for m in messages %}{{ m | tojson(ensure_ascii=true) }}{{ m.content | upper }}{% endfor %}"
+PIECES = (
+    SECRET,
+    "<|",
+    "zz",
+    "|>",
+    "<",
+    "|",
+    ">",
+    "<|z",
+    "z|>",
+    " ",
+    "\n",
+    "the relay",
+    "é",
+    "東",
+    "\N{GRINNING FACE}",
+    "<t>",
+    "|><",
+)
+REPEATED = "{% for m in messages %}{{ m.content }}{{ m.content[1:] }}{{ m.content | trim | list | join }}{% endfor %}"
+QUOTED = "{{ messages | tojson }}{% for m in messages %}{{ m | tojson(ensure_ascii=true) }}{% endfor %}"
 TEMPLATES = {"bare": BARE, "chatml": CHATML, "trimmed": TRIMMED, "repeated": REPEATED, "quoted": QUOTED}
 FLAGS = {
     "plain": {},
@@ -36,15 +54,13 @@ def both(path: Path, kind: str, template: str, token: str = SECRET, **flags: boo
         for name, tokenizer in (("with", with_special(plain, token, **flags)), ("without", plain))
     ]
     knowing, ignorant = (TextModel.load(directory) for directory in directories)
-    assert len(knowing.encode(f"a{token}b")) != len(ignorant.encode(f"a{token}b")) or len(token) == 1
+    assert knowing.encode(f"a {token} b") != ignorant.encode(f"a {token} b")
     return knowing, ignorant
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_in_any_message_of_any_template(
-    tmp_path_factory: pytest.TempPathFactory, kind: str, template: str
-) -> None:
+def test_in_any_message_of_any_template(tmp_path_factory: pytest.TempPathFactory, kind: str, template: str) -> None:
     knowing, ignorant = both(tmp_path_factory.mktemp("model"), kind, TEMPLATES[template])
 
     @settings(max_examples=60, deadline=None)
@@ -69,9 +85,17 @@ def test_whatever_its_flags(tmp_path_factory: pytest.TempPathFactory, kind: str,
     check()
 
 
-@pytest.mark.parametrize("token", ["§", "z", "|", "\n", " ", "  ", "aa", "東", "\N{GRINNING FACE}", "ZZ", "<|end of turn|>"])
-@pytest.mark.parametrize("kind", ["byte_level", "split_by_pattern", "sentencepiece", "unigram"])
+@pytest.mark.parametrize(
+    ("kind", "token"),
+    [
+        (kind, token)
+        for kind in ("byte_level", "split_by_pattern", "sentencepiece", "unigram")
+        for token in ("ZZ", "aaa", "<|end of turn|>", "<tool>\n", "zz>")
+        + (("§", "   ") if kind in ("sentencepiece", "unigram") else ("\n", " ", "   ", "東", "\N{GRINNING FACE}"))
+    ],
+)
 def test_whatever_its_text(tmp_path: Path, kind: str, token: str) -> None:
+    """None of these is in the vocabulary already."""
     knowing, ignorant = both(tmp_path, kind, "{% for m in messages %}[{{ m.content }}]{% endfor %}", token)
     for content in (token, token * 3, f"a{token}b", f" {token} ", token[:1], f"{token}{token[:1]}", token.swapcase()):
         assert knowing.encode_chat(user(content)) == ignorant.encode_chat(user(content)), repr(content)
@@ -97,7 +121,11 @@ def test_in_every_role_of_each_family(tmp_path: Path, family: str, role: str) ->
 
     def count(content: str) -> dict[int, int]:
         turns = [("system", ""), ("user", "hi"), ("assistant", "hello"), ("user", "and?")]
-        messages = [{"role": name, "content": content if name == role else said} for name, said in turns if name != "system" or role == "system"]
+        messages = [
+            {"role": name, "content": content if name == role else said}
+            for name, said in turns
+            if name != "system" or role == "system"
+        ]
         if role == "tool":
             messages.append({"role": "tool", "content": content})
         if role == "tool" and family in ("mistral", "gemma", "gemma3", "llama2"):

@@ -1,6 +1,7 @@
 """The simulator finds old mistakes when they are put back, each within a bounded number of schedules."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -9,13 +10,11 @@ import pytest
 from sim.world import run_seed
 
 import kvtransfer.claim
-from common.convert import finish_reason_from_proto
 from common.engine.block_table import BlockTables
 from common.errors import KVRelayError
 from common.relay import RelayServer
 from decode_svc.admission import Admission
 from decode_svc.service import DecodeService
-from kvtransfer.claim import Claim
 from kvtransfer.lease import LeaseTable
 from router.answer import Answer
 from router.clients import COUNTED, WorkerClient
@@ -97,20 +96,18 @@ def aborting_a_fork_aborts_the_others(patch: Patch) -> None:
     patch.setattr(DecodeService, "abort_forks", careless)
 
 
-def a_claim_is_not_renewed(patch: Patch) -> None:
-    patch.setattr(Claim, "keep_renewing", lambda self: None)
-
-
 def cancelled_waiters_stay_in_the_queue(patch: Patch) -> None:
-    async def reserve(self: Admission, forks: Any) -> Any:
-        from decode_svc.admission import Waiter
+    class Forgetful(deque[Any]):
+        def remove(self, value: Any) -> None:
+            pass
 
-        waiter = Waiter(forks, asyncio.get_running_loop().create_future())
-        self._waiters.append(waiter)
-        self.poll()
-        return await waiter.granted
+    begin = Admission.__init__
 
-    patch.setattr(Admission, "_reserve", reserve)
+    def careless(self: Admission, *args: Any, **options: Any) -> None:
+        begin(self, *args, **options)
+        self._waiters = Forgetful()
+
+    patch.setattr(Admission, "__init__", careless)
 
 
 def forks_write_to_shared_blocks(patch: Patch) -> None:
@@ -161,7 +158,6 @@ def a_finish_is_believed_twice(patch: Patch) -> None:
         return accept(self, token)
 
     patch.setattr(Answer, "accept", endless)
-    assert finish_reason_from_proto
 
 
 MISTAKES: list[tuple[Callable[[Patch], None], int]] = [
@@ -171,7 +167,6 @@ MISTAKES: list[tuple[Callable[[Patch], None], int]] = [
     (a_cancelled_copy_is_not_waited_for, 3000),
     (an_empty_redis_removes_workers, 3000),
     (aborting_a_fork_aborts_the_others, 3000),
-    (a_claim_is_not_renewed, 3000),
     (cancelled_waiters_stay_in_the_queue, 3000),
     (forks_write_to_shared_blocks, 3000),
     (a_broken_stream_leaves_its_attempts, 3000),

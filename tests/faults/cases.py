@@ -47,7 +47,7 @@ TRAFFIC = {
     Fault.MUTE: Traffic(down=False),
     Fault.SLOW: SLOW,
 }
-DEADLY = set(Fault) - {Fault.BLINK, Fault.SLOW}  # to what runs there
+DEADLY = set(Fault) - {Fault.BLINK, Fault.SLOW, Fault.DEAF}  # to what runs there; who hears nothing still speaks
 IN_WORK = {("prefill", Stage.PROMPT), ("decode", Stage.STREAM), ("decode", Stage.FORKS)}
 FREEZES = (Fault.BLINK, Fault.FROZEN, Fault.FROZEN_LEASE)
 

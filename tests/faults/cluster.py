@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+from collections import Counter
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -12,6 +13,7 @@ from faults.processes import DEADLINES, SCALE, START_S, WORKERS, Processes
 from faults.tools import eventually, open_files, total
 
 SETTLE_S = DEADLINES.lease_s + 5.0 * SCALE + 1.0  # until nothing is held for anybody; 1 s for a busy machine
+LONG_SUBMISSION = 1000  # bytes; more than short prompts and what keeps a connection alive
 # What is zero on a worker and on a router that have nothing to do.
 GAUGES = (
     *("num_requests_running", "num_requests_waiting", "num_waiting_tokens", "num_attempts"),
@@ -88,16 +90,18 @@ class FaultCluster(Processes):
     async def open_files(self, name: str) -> int:
         return open_files(await self.metrics(name))
 
-    async def busy(self, role: str, metric: str = "num_attempts") -> str:
-        """The first worker of this role on which the metric is not zero; waits for one."""
+    def submitted(self) -> Counter[str]:
+        """Bytes that the router has sent to each worker."""
+        return Counter({name: self.proxies[name].moved["router", "up"] for name in WORKERS})
+
+    async def at_work(self, role: str, before: Counter[str]) -> str:
+        """The worker of this role that got a long prompt after `before`; waits for one."""
 
         async def one() -> str | None:
-            for name in WORKERS:
-                if name.startswith(role) and await self.metric(name, metric):
-                    return name
-            return None
+            news = self.submitted() - before
+            return next((name for name in WORKERS if name.startswith(role) and news[name] > LONG_SUBMISSION), None)
 
-        return str(await eventually(one, f"{metric} on a {role} worker"))
+        return str(await eventually(one, f"a {role} worker has got a long prompt"))
 
     async def leftovers(self, *names: str) -> dict[str, float]:
         """Gauges that are not zero."""

@@ -3,6 +3,7 @@
 All of it ends with the processes in it: nothing of this host is changed.
 """
 
+import asyncio
 import functools
 import os
 import shutil
@@ -70,6 +71,16 @@ class NamespacedCluster(FaultCluster):
             if run("tc", "qdisc", "replace", "dev", _link(name), "root", *kind.split()):
                 return kind
         return ""
+
+    async def busy(self, role: str) -> str:
+        """The first worker of this role that has an attempt; waits for one."""
+
+        async def one() -> str | None:
+            names = [name for name in WORKERS if name.startswith(role)]
+            counts = await asyncio.gather(*(self.metric(name, "num_attempts") for name in names))
+            return next((name for name, count in zip(names, counts, strict=True) if count), None)
+
+        return str(await eventually(one, f"an attempt on a {role} worker"))
 
     def _host(self, name: str) -> str:
         return f"10.213.0.{10 + WORKERS.index(name)}" if name in WORKERS else "127.0.0.1"

@@ -26,7 +26,9 @@ from faults.cases import (
 from faults.client import BROKEN, Answer, Asked
 from faults.cluster import FaultCluster
 from faults.proxy import Traffic
-from faults.tools import eventually
+from faults.tools import Disturbed, eventually, undisturbed
+
+MEET_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,10 @@ class Outcome:
 
 async def run_case(cluster: FaultCluster, case: Case, turn: int = 0) -> Outcome:
     """Raises AssertionError where something is not as it has to be. `turn` picks a worker where any will do."""
+    return await undisturbed(lambda: _run_case(cluster, case, turn))
+
+
+async def _run_case(cluster: FaultCluster, case: Case, turn: int) -> Outcome:
     wanted = [await cluster.reference(body) for body in (BODIES[case.stage], *COMPANIONS)]
     clock = asyncio.get_running_loop().time
     asked: list[Asked] = []
@@ -50,9 +56,7 @@ async def run_case(cluster: FaultCluster, case: Case, turn: int = 0) -> Outcome:
         if case.stage is Stage.PULL:
             for prefill, decode in PAIRS:
                 cluster.proxies[prefill].shape(Traffic(bytes_per_s=PULL_RATE), owner=decode)
-        if case.stage is not Stage.IDLE:
-            asked.append(cluster.ask(BODIES[case.stage]))
-        victim = await _meet(cluster, case, asked, turn)
+        victim = await _met(cluster, case, asked, turn)
         fault_at = clock()
         restart = await _strike(cluster, case.fault, victim)
         while len(asked) < len(wanted):
@@ -79,26 +83,40 @@ async def run_case(cluster: FaultCluster, case: Case, turn: int = 0) -> Outcome:
     return Outcome(case, result, asked[0].report.get("attempts", 0), _stall(asked[0].times, fault_at), ready_s)
 
 
+async def _met(cluster: FaultCluster, case: Case, asked: list[Asked], turn: int) -> str:
+    """_meet, or Disturbed where the request took another way."""
+    try:
+        async with asyncio.timeout(MEET_S):
+            return await _meet(cluster, case, asked, turn)
+    except TimeoutError:
+        for one in asked:
+            one.cancel()
+        await cluster.quiet()
+        raise Disturbed(f"{case.stage} was not met") from None
+
+
 async def _meet(cluster: FaultCluster, case: Case, asked: list[Asked], turn: int) -> str:
-    """Waits for the stage; the process to be struck, which is one that has to do with the first request."""
+    """Asks, and waits for the stage; the process to be struck, which is one that has to do with the first request."""
     victim = case.target if case.target in ("router", "redis") else f"{case.target}-{turn % 2}"
     if case.stage is Stage.IDLE:
         return victim
-    prefill = await cluster.busy("prefill")
+    submitted = cluster.submitted()
+    asked.append(cluster.ask(BODIES[case.stage]))
+    prefill = await cluster.at_work("prefill", submitted)
     victim = prefill if case.target == "prefill" else victim
     if case.stage is Stage.PROMPT:
         asked += [cluster.ask(body, direct=True) for body in COMPANIONS]
         return victim
     if case.stage is Stage.TOKEN_0:
         await asked[0].reached(1)
-        return await cluster.busy("decode") if case.target == "decode" else victim
+        return await cluster.at_work("decode", submitted) if case.target == "decode" else victim
     if case.stage is Stage.PULL:
         pair = await _pulling(cluster)
         asked += [cluster.ask(body, direct=True) for body in COMPANIONS]
         return {"prefill": pair[0], "decode": pair[1]}.get(case.target, case.target)
     await asked[0].reached(FIND_EVENTS)
     if case.target == "decode":
-        victim = await cluster.busy("decode")
+        victim = await cluster.at_work("decode", submitted)
     asked += [cluster.ask(body, direct=True) for body in COMPANIONS]
     await asked[0].reached(STREAM_EVENTS[case.stage])
     return victim
@@ -158,10 +176,10 @@ def compare(case: Case, wanted: Sequence[Answer], answers: Sequence[Answer]) -> 
 
 def check_attempts(case: Case, attempts: Sequence[int]) -> None:
     """Redis is in no request's way; and where the first request was at work on the victim, it had to resume."""
-    if case.target == "redis":
-        assert max(attempts) == 1, f"attempts: {attempts}"
-    if case.fault in DEADLY and (case.target, case.stage) in IN_WORK:
-        assert attempts[0] > 1, "the fault met nothing"
+    if case.target == "redis" and max(attempts) > 1:
+        raise Disturbed(f"attempts: {attempts}")
+    if case.fault in DEADLY and (case.target, case.stage) in IN_WORK and attempts[0] == 1:
+        raise Disturbed("the fault met nothing")
 
 
 def _stall(times: Sequence[float], fault_at: float) -> float:

@@ -9,9 +9,18 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 
+from sim.faults import KINDS
 from sim.world import Result, run_seed
 
 CHUNK = 250  # schedules of one call to a process
+MANY = 5000  # in so many schedules, each of these has to happen: what never happens proves nothing
+HAPPENS = (
+    *("crashes", "restarts", "freezes", "partitions", "failed steps", "clients that left", "forged tokens seen"),
+    *("hand-overs", "resumes", "preemptions", "expired leases", "releases", "refused releases", "aborted forks"),
+    *("waits for blocks", "prefix hits", "copies cut off", "redis outages", "pulls over gRPC"),
+    *(f"outcome {name}" for name in ("finished", "left", "broken", "token_mismatch")),
+    *(f"schedules with {kind}" for kind in ("none", *KINDS)),
+)
 
 
 def run_range(start: int, stop: int) -> tuple[Counter[str], list[Result]]:
@@ -47,6 +56,15 @@ def show(result: Result) -> None:
     print(f"  replay: PYTHONPATH=tests python -m sim --seed {result.seed} --trace", file=sys.stderr)
 
 
+def run_one(seed: int, trace: bool) -> int:
+    result = run_seed(seed, trace=trace)
+    if trace:
+        print("\n".join(result.trace))
+    if result.violation is not None:
+        show(result)
+    return result.violation is not None
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="sim", description=__doc__)
     parser.add_argument("--schedules", type=int, default=10_000)
@@ -55,17 +73,14 @@ def main() -> int:
     parser.add_argument("--failures", type=int, default=5, help="stop after so many")
     parser.add_argument("--seed", type=int, help="run this one alone")
     parser.add_argument("--trace", action="store_true", help="with --seed: show what happens")
-    parser.add_argument("--digest", action="store_true", help="with --seed: show the digest of what happens")
+    parser.add_argument("--digest", action="store_true", help="show a digest of each schedule's trace, and no more")
     arguments = parser.parse_args()
     if arguments.seed is not None:
-        result = run_seed(arguments.seed, trace=arguments.trace or arguments.digest)
-        if arguments.trace:
-            print("\n".join(result.trace))
-        if arguments.digest:
-            print(f"{result.seed} {result.digest:08x}")
-        if result.violation is not None:
-            show(result)
-        return result.violation is not None
+        return run_one(arguments.seed, arguments.trace)
+    if arguments.digest:
+        for seed in range(arguments.start, arguments.start + arguments.schedules):
+            print(f"{seed} {run_seed(seed, trace=True).digest:08x}")
+        return 0
     began, done, failures = time.monotonic(), 0, 0
     counts: Counter[str] = Counter()
     for number, some, failed in run_many(arguments.start, arguments.schedules, arguments.jobs):
@@ -80,7 +95,10 @@ def main() -> int:
     print(f"{done} schedules in {seconds:.1f} s, {done / seconds:.0f} a second; {failures} with a violation")
     for name, count in sorted(counts.items()):
         print(f"  {count:10} {name}")
-    return failures > 0
+    missing = [name for name in HAPPENS if not counts[name]] if done >= MANY else []
+    if missing:
+        print(f"never happened: {', '.join(missing)}", file=sys.stderr)
+    return failures > 0 or bool(missing)
 
 
 if __name__ == "__main__":

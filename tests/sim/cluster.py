@@ -8,12 +8,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
-from sim.loop import Node, SimLoop
-from sim.network import Network
-from sim.redis import SimRedis
-from sim.toy import LETTERS, VOCAB, ToyPool, ToyRunner, sample
-from sim.transport import Machine
-
 from common.config import WorkerConfig
 from common.deadlines import Deadlines
 from common.engine.batch import Batch, StepOutput
@@ -22,21 +16,28 @@ from common.engine.engine import Engine
 from common.engine.limits import SchedulerConfig
 from common.engine.scheduler import Reservation, Scheduler
 from common.errors import RedisUnreachable
+from common.health import Health
 from common.layout import KVLayout
 from common.metrics import RouterMetrics, WorkerMetrics
-from common.health import Health
 from common.registry import Registry, WorkerRecord
 from common.worker import Worker, WorkerInfo
 from decode_svc.service import DecodeService
 from kvtransfer.holder import KVHolder
 from kvtransfer.lease import LeaseTable
 from kvtransfer.reader import KVReader
-from kvtransfer.transport import holders
+from kvtransfer.transport import Ticket, holders
 from prefill_svc.service import PrefillService
 from router.index import PrefixIndex
 from router.pipeline import Pipeline
 from router.text_stream import ByteLevelDetokenizer, Detokenizer
 from router.workers import Workers
+from sim.channel import SimChannel
+from sim.loop import NODE, Node, SimLoop
+from sim.network import Network
+from sim.redis import SimRedis
+from sim.server import SimServer
+from sim.toy import LETTERS, VOCAB, ToyPool, ToyRunner, sample
+from sim.transport import Machine
 
 LAYOUT = KVLayout(1, 1, 1, "float32")
 METRICS = {"prefill": WorkerMetrics("sim", "prefill"), "decode": WorkerMetrics("sim", "decode")}
@@ -63,11 +64,18 @@ class Parts:
         self.network = network
         self.redis = redis
         self.machine = Machine(loop, rng)
-        self.engine_failures = 0.0
+        self.engine_failures = 0.0  # probability, of each step
+        self.aborted_forks = 0
         self.checked: Callable[[SimWorker, str], None] = lambda worker, moment: None
         self.admitting: Callable[[SimWorker, Reservation], None] = lambda worker, reservation: None
         self.released: Callable[[SimWorker, tuple[bytes, int, int], bool], None] = lambda worker, ticket, held: None
         self.stepped: Callable[[SimWorker, StepOutput], None] = lambda worker, output: None
+
+    def channel(self, address: str, deadlines: Deadlines) -> SimChannel:
+        """An OpenChannel, for the node that calls."""
+        node = NODE.get()
+        assert node is not None
+        return SimChannel(self.network, node, address)
 
 
 class WatchedPool(BlockPool):
@@ -115,6 +123,10 @@ class WatchedLeases(LeaseTable):
 
     worker: "SimWorker"
 
+    def check_reader(self, handle_id: bytes, epoch: int, reader_id: int, block_ids: Sequence[int] = ()) -> None:
+        super().check_reader(handle_id, epoch, reader_id, block_ids)
+        self.worker.parts.machine.last_ticket = Ticket(handle_id, epoch, reader_id)
+
     def release(self, handle_id: bytes, epoch: int, reader_id: int) -> bool:
         ticket = (handle_id, epoch, reader_id)
         self.worker.freed_before = list(self.worker.blocks.times_freed)
@@ -155,7 +167,7 @@ class SimWorker:
         self.engine.worker = self
         self.batch: Batch | None = None
         self.undelivered: list[StepOutput] = []
-        self.server = parts.network.server(node, shape.address)
+        self.server = SimServer(parts.network, node, shape.address)
         self.info = WorkerInfo(shape.role, shape.name, shape.address, epoch, "sim", "sim", LAYOUT.layout_id, VOCAB)
         worker = Worker(
             info=self.info,
@@ -168,10 +180,16 @@ class SimWorker:
             clock=loop.time,
         )
         self.service: Any = self._prefill(worker) if shape.role == "prefill" else self._decode(worker)
+        self._abort_forks = self.service.relay_server._abort_forks
+        self.service.relay_server._abort_forks = self._count_aborts
         self.record = WorkerRecord(
             shape.role, shape.name, shape.address, shape.address, epoch, "sim", "sim", "sim",
             shape.config.max_model_len, shape.num_blocks, LAYOUT.block_size, LAYOUT.layout_id, 1, "0",
         )  # fmt: skip
+
+    def _count_aborts(self, key: str, forks: list[int]) -> bool:
+        self.parts.aborted_forks += len(forks)
+        return bool(self._abort_forks(key, forks))
 
     def _prefill(self, worker: Worker) -> PrefillService:
         self.leases = WatchedLeases(worker.clock, worker.deadlines, self.info.epoch, self.engine.free_blocks)
@@ -180,7 +198,7 @@ class SimWorker:
             self.leases,
             fingerprint=self.info.fingerprint,
             layout_id=self.info.layout_id,
-            transports=holders([self.parts.machine.transport()], cast(Any, self.memory)),
+            transports=holders(self.parts.machine.transports(), cast(Any, self.memory)),
             deadlines=worker.deadlines,
             clock=worker.clock,
         )
@@ -193,8 +211,8 @@ class SimWorker:
             self.info.fingerprint,
             worker.deadlines,
             worker.clock,
-            transports=[self.parts.machine.transport()],
-            channel=cast(Any, self.parts.network.channel),
+            transports=self.parts.machine.transports(),
+            channel=cast(Any, self.parts.channel),
         )
         return DecodeService(worker, reader)
 
@@ -280,7 +298,7 @@ class SimRouter:
             deadlines,
             loop.time,
             ROUTER_METRICS,
-            channel=cast(Any, parts.network.channel),
+            channel=cast(Any, parts.channel),
         )
         self.pipeline = Pipeline(self.workers, cast(Any, ToyText()), ROUTER_METRICS, deadlines, loop.time)
         self.task = asyncio.create_task(self.workers.run())
@@ -292,4 +310,3 @@ class SimRouter:
             counts[f"tokens charged to {client.record.worker_id}"] = client.charged_tokens
             counts[f"releases to {client.record.worker_id}"] = len(client._releases)
         return counts
-

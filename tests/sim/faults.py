@@ -23,7 +23,7 @@ class Faults:
         draw = rng.random()
         if draw < 0.1:
             self.kinds: list[str] = []
-        elif draw < 0.15:
+        elif draw < 0.18:
             self.kinds = ["redis"]
         else:
             count = rng.choice([1, 1, 2, 3, 4])
@@ -89,18 +89,21 @@ class Faults:
 
     def _redis(self, at: float) -> None:
         length = self._rng.random() * 4
-        state = self._rng.choice(["down", "frozen", "empty"])
-        self._at(at, self._redis_becomes, state)
+        self._at(at, self._redis_becomes, self._rng.choice(["down", "frozen", "empty"]))
+        if self._rng.random() < 0.5:
+            self._at(at + length, self._redis_becomes, "empty")
         self._at(at + length, self._redis_becomes, "up")
 
     def _forge(self) -> None:
-        self._world.network.forge = self._world.forge
-        self._world.network.forged_seen = self._world.forged_seen
+        self._world.network.forge = self._world.clients.forge
+        self._world.network.forged_seen = self._world.clients.forged_seen
 
     def _stall(self) -> None:
         machine = self._world.parts.machine
         machine.stall = self._rng.choice([0.2, 0.6])
-        machine.stall_s = self._rng.choice([0.5, 1.5]) * self._rng.choice([DEADLINES.pull_progress_s, DEADLINES.lease_s])
+        machine.stall_s = self._rng.choice([0.5, 1.5]) * self._rng.choice(
+            [DEADLINES.pull_progress_s, DEADLINES.lease_s]
+        )
 
     def _engine(self) -> None:
         self._world.parts.engine_failures = self._rng.choice([0.01, 0.1])
@@ -116,10 +119,12 @@ class Faults:
         node.kill()
         world.network.killed(node, silent=silent)
         if name.startswith("router"):
-            world.loop.after(1.2 * DEADLINES.dead_s + 0.5, self._forgotten, world.routers[int(name[7:])].router_id)
-            for asked in world.asked:
+            hears_late = silent or "messages" in self.kinds
+            patience = 1.2 * DEADLINES.dead_s + 2.0 if hears_late else 1.0  # the second is for a copy's last piece
+            world.loop.after(patience, self._forgotten, world.routers[int(name[7:])].router_id)
+            for asked in world.clients.asked:
                 if name == f"router-{asked.router}" and asked.router_node is node and not asked.outcome:
-                    world.end_request(asked, "broken")
+                    world.clients.end_request(asked, "broken")
 
     def _forgotten(self, router_id: str) -> None:
         """Workers that have heard everything all the time have nothing of a dead router any more."""
@@ -161,6 +166,7 @@ class Faults:
 
     def _redis_becomes(self, state: str) -> None:
         self._world.note("redis", state)
+        self._world.counts["redis outages"] += state != "up"
         if state == "empty":
             self._world.redis.flush()
         else:

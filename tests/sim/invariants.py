@@ -3,14 +3,13 @@
 from collections import Counter
 from typing import Any
 
-from sim.cluster import SimWorker
-from sim.toy import ToyPool, entries
-from sim.workload import Asked
-
 from common.block_hash import BLOCK_SIZE
 from common.engine.scheduler import Reservation
 from kvtransfer.transport import Ticket
 from router.generation import Delta
+from sim.cluster import SimWorker
+from sim.toy import ToyPool, entries
+from sim.workload import Asked
 
 
 def block_accounts(worker: SimWorker) -> str | None:

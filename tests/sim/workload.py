@@ -3,15 +3,14 @@
 import random
 from dataclasses import dataclass, field
 
-from sim.cluster import WorkerShape
-from sim.loop import Node
-from sim.toy import VOCAB, Expected, expected
-
 from common.block_hash import BLOCK_SIZE
 from common.deadlines import Deadlines
 from common.engine.limits import SchedulerConfig
 from common.engine.sequence import SamplingParams
 from router.generation import Delta, Generation, GenerationRequest
+from sim.cluster import WorkerShape
+from sim.loop import Node
+from sim.toy import VOCAB, Expected, expected
 
 DEADLINES = Deadlines(
     heartbeat_s=1.0, suspect_s=1.6, dead_s=2.5, connect_s=1.5, rpc_s=1.0, router_queue_s=6.0, prefill_s=2.5,
@@ -60,7 +59,7 @@ def draw_shapes(rng: random.Random) -> list[WorkerShape]:
                     role,
                     f"{role}-{index}",
                     f"{role}-{index}:7000",
-                    rng.choice([7, 9, 12, 16, 30]),
+                    rng.choice([7, 7, 8, 9, 12, 16, 30]),
                     config,
                     rng.choice([0.005, 0.005, 0.02, 0.02, 0.05, 0.05, 0.05, 0.12]),
                 )

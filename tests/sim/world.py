@@ -6,31 +6,28 @@ import random
 import traceback
 import zlib
 from collections import Counter
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import kvtransfer.claim
+import kvtransfer.grpc
 import kvtransfer.lease
 from common.engine.batch import StepOutput
 from common.engine.scheduler import Reservation
-from common.errors import KVRelayError
-from common.rpc import decode_pb2
 from kvtransfer.transport import Ticket
+from router.clients import AttemptStream
 from sim import invariants
-from sim.cluster import Parts, SimRouter, SimWorker, WorkerShape
+from sim.clients import SLACK_S, Clients
+from sim.cluster import ROUTER_METRICS, Parts, SimRouter, SimWorker, WorkerShape
 from sim.faults import Faults
 from sim.loop import NODE, Node, SimLoop, Stuck
-from sim.network import Link, Network
+from sim.network import Network
 from sim.redis import SimRedis
-from sim.toy import VOCAB, ToyPool
-from sim.workload import DEADLINES, Asked, Workload, draw_shapes
+from sim.toy import ToyPool
+from sim.workload import DEADLINES, Workload, draw_shapes
 
-BOOT_S = 1.2
 QUIET_S = DEADLINES.lease_s + DEADLINES.dead_s + 2.0  # after the healing, everything is free
-SLACK_S = 2.5
-NEVER = ("internal", "invalid_request", "not_found", "cancelled", "stale_attempt", "fingerprint_mismatch")
 
 
 @dataclass
@@ -82,7 +79,7 @@ class World:
         self.workers: dict[str, SimWorker] = {}
         self.routers: dict[int, SimRouter] = {}
         self.nodes: dict[str, Node] = {}
-        self.asked: list[Asked] = []
+        self.clients = Clients(self)
         self.tasks: dict[str, asyncio.Task[Any]] = {}
         self.faults = Faults(self)
         self._lives = 0
@@ -114,6 +111,7 @@ class World:
 
     def _admitting(self, worker: SimWorker, reservation: Reservation) -> None:
         self.counts["hand-overs"] += 1
+        self.counts["prefix hits"] += reservation.num_cached_blocks > 0
         self.violate(invariants.admitted_kv(worker, reservation))
 
     def _released(self, worker: SimWorker, ticket: tuple[bytes, int, int], held: bool) -> None:
@@ -125,6 +123,8 @@ class World:
         self.counts["steps"] += 1
         self.counts["preemptions"] += output.num_preemptions
         self.counts["failed steps"] += bool(output.failed)
+        if worker.shape.role == "decode":
+            self.counts["waits for blocks"] += worker.service.admission.num_waiting > 0
 
     def _on_read(self, ticket: Ticket, memory: ToyPool, block: int) -> None:
         self.reads.note(self.lives, ticket, memory, block)
@@ -160,114 +160,23 @@ class World:
         self.note("start", name)
         await node.spawn(boot())
 
-    # Clients.
-
-    def ask(self, asked: Asked) -> None:
-        """In the router that is at the client's address now; a refused connection is a broken one."""
-        router = self.routers.get(asked.router)
-        self.note("ask", asked.request.request_id, asked.router)
-        if router is None or router.node.dead:
-            asked.outcome = "broken"
-            return
-        asked.router_node = router.node
-        task = router.node.spawn(self._client(router, asked))
-        self.loop.after(DEADLINES.request_s + SLACK_S, self._overdue, asked, router.node, router.node.freezes)
-        if asked.leaves_after is not None:
-            self.loop.after(asked.leaves_after, self._leave, asked, task, router)
-
-    def _leave(self, asked: Asked, task: asyncio.Task[None], router: SimRouter) -> None:
-        if not asked.outcome and not router.node.dead:
-            self.note("leave", asked.request.request_id)
-            self.counts["clients that left"] += 1
-            task.cancel()
-            task.add_done_callback(lambda _: self._left(asked))
-
-    def _left(self, asked: Asked) -> None:
-        """Even before the router had seen it."""
-        if not asked.outcome:
-            self.end_request(asked, "left")
-
-    def _overdue(self, asked: Asked, node: Node, freezes: int) -> None:
-        if not asked.outcome and node.freezes == freezes:
-            self.violate(f"{asked.request.request_id} has no end after {DEADLINES.request_s + SLACK_S} s")
-
-    async def _client(self, router: SimRouter, asked: Asked) -> None:
-        outcome = "left"
-        try:
-            async with aclosing(router.pipeline.generate(asked.generation)) as deltas:
-                async for delta in deltas:
-                    self.violate(invariants.delta_fits(asked, delta))
-            outcome = "finished"
-            self.violate(invariants.ended_well(asked))
-        except KVRelayError as error:
-            outcome = error.code
-            if error.code in NEVER:
-                self.violate(f"{asked.request.request_id} failed with {error.code}: {error.message}")
-        finally:
-            self.end_request(asked, outcome)
-
-    def end_request(self, asked: Asked, outcome: str) -> None:
-        asked.outcome = outcome
-        attempts = asked.generation.report.attempts
-        self.note("ended", asked.request.request_id, outcome, attempts)
-        self.counts[f"outcome {outcome}"] += 1
-        self.counts["resumes"] += max(0, attempts - 1)
-        if outcome == "token_mismatch" and not asked.forged:
-            self.violate(f"{asked.request.request_id} ended with a mismatch that nobody forged")
-        if outcome == "finished" and asked.must_mismatch:
-            self.violate(f"{asked.request.request_id} went on over a token that came twice with different ids")
-        if self.faults.harmless and outcome not in ("left", "finished"):
-            self.violate(f"{asked.request.request_id} ended with {outcome}, without a fault")
-        if self.faults.harmless and attempts > 1:
-            self.violate(f"{asked.request.request_id} took {attempts} attempts, without a fault")
-
-    # Equivocation.
-
-    def forge(self, link: Link, data: bytes) -> bytes | None:
-        """A copy of a decode worker's step with another id for its first token."""
-        if link.server.node.name[0] != "d" or self.rng.random() > 0.2:
-            return None
-        event = decode_pb2.DecodeEvent.FromString(data)
-        if event.WhichOneof("event") != "step":
-            return None
-        token = event.step.sequences[0].tokens[0]
-        token.token_id = (token.token_id + 1 + self.rng.randrange(VOCAB - 1)) % VOCAB
-        return event.SerializeToString()
-
-    def forged_seen(self, link: Link, data: bytes) -> None:
-        """The router has it. Whether its answer was open: it knows the attempt, and more tokens were to come."""
-        tokens = decode_pb2.DecodeEvent.FromString(data).step.sequences[0]
-        token, key = tokens.tokens[0], (tokens.key.request_id, tokens.key.attempt)
-        number = key[0].partition(".")[0]
-        for asked in self.asked:
-            if asked.request.request_id == number:
-                asked.forged = True
-                open_there = any(
-                    router.node is link.client and key in client._attempts
-                    for router in self.routers.values()
-                    for client in router.workers._clients.values()
-                )
-                if open_there and token.index < len(asked.expected[token.fork].token_ids) - 1:
-                    self.counts["forged tokens seen"] += 1
-                    asked.must_mismatch = True
-
     # The course of things.
 
     async def _live(self) -> None:
         for shape in self.shapes:
             self.start_worker(shape)
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.02 + 0.98 * self.rng.random())  # so heartbeats of both sides come in any order
         for number in range(self.num_routers):
             await self.start_router(number)
         for _ in range(self.rng.choice([1, 2, 3, 4, 5])):
             asked = self.workload.draw(routers=self.num_routers)
-            self.asked.append(asked)
-            self.loop.after(asked.at, self.ask, asked)
+            self.clients.asked.append(asked)
+            self.loop.after(asked.at, self.clients.ask, asked)
         self.faults.schedule()
         await asyncio.sleep(max(1.0, self.faults.until))
         await self.faults.heal()
         healed_at = self.loop.time()
-        while not all(asked.outcome for asked in self.asked):
+        while not all(asked.outcome for asked in self.clients.asked):
             if self.loop.time() > healed_at + DEADLINES.request_s + SLACK_S:
                 self.violate("a request has no end")
             await asyncio.sleep(0.1)
@@ -286,8 +195,8 @@ class World:
         again = [self.workload.draw(routers=1, plain=True) for _ in self.routers]
         for number, asked in enumerate(again):
             asked.router = number
-            self.asked.append(asked)
-            self.ask(asked)
+            self.clients.asked.append(asked)
+            self.clients.ask(asked)
         while not all(asked.outcome for asked in again):
             await asyncio.sleep(0.05)
         for asked in again:
@@ -312,11 +221,18 @@ class World:
             with (
                 mock.patch.object(kvtransfer.claim, "secrets", secrets),
                 mock.patch.object(kvtransfer.lease, "secrets", secrets),
+                mock.patch.object(kvtransfer.grpc, "secrets", secrets),
+                mock.patch.object(ROUTER_METRICS, "on_resume", self.clients.resumed),
+                mock.patch.object(kvtransfer.grpc, "FRAME_BYTES", self.parts.machine.frame_bytes),
+                mock.patch.object(AttemptStream, "next", self.clients.watched(AttemptStream.next)),
             ):
                 self._run()
         finally:
             logger.removeHandler(handler)
             logger.level, logger.propagate = before
+        self.counts["pulls over gRPC"] += self.parts.machine.pulls_over_grpc
+        self.counts["aborted forks"] += self.parts.aborted_forks
+        self.counts["copies cut off"] += self.parts.machine.cut_off
         for worker in self.lives:
             if worker.shape.role == "prefill":
                 self.counts["expired leases"] += worker.leases.num_expired

@@ -1,0 +1,249 @@
+"""Real processes under pressure: more requests than room, clients that don't read, frozen workers, rolling restarts."""
+
+import asyncio
+import contextlib
+import json
+import random
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from checkpoints import make_random_checkpoint
+from process_tools import linux
+
+from bench.options import ClusterOptions
+from bench.own_cluster import own_cluster
+from bench.processes import Processes
+from bench.soak_client import Client
+from bench.soak_requests import Plan, Template, draw, make_templates
+from bench.soak_tally import Tally
+from cli.cluster import Cluster
+from common.config import Bytes
+from common.deadlines import Deadlines
+
+pytestmark = [linux, pytest.mark.asyncio(loop_scope="module")]
+SCALE = 0.4
+DEADLINES = Deadlines().scaled(SCALE)
+SEATS = 8
+QUEUED = 64
+WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+LONG = Template("long", False, {"prompt": "A long answer. ", "max_tokens": 1500, "temperature": 0, "ignore_eos": True})
+START_S = 60.0
+
+
+class Pressure:
+    """A cluster of two workers of each kind, and requests whose answers are known."""
+
+    def __init__(self, cluster: Cluster, processes: Processes, model: str) -> None:
+        self.cluster = cluster
+        self.processes = processes
+        self.model = model
+        self.url = cluster.address("router")
+        self.templates = make_templates(12, 3, 1024)
+        self.references = {}
+
+    def client(self) -> Client:
+        return Client(self.url, self.model, 120.0)
+
+    async def take_references(self) -> None:
+        async with self.client() as client:
+            for template in (*self.templates, LONG):
+                outcome = await client.send(Plan(template, stream=False))
+                assert outcome.end == "answered", outcome.code
+                self.references[template.name] = outcome.answer
+
+    async def answers(self, plans: list[Plan]) -> Tally:
+        """All at once."""
+        tally = Tally(self.references)
+        async with self.client() as client:
+            for outcome in await asyncio.gather(*map(client.send, plans)):
+                tally.take(outcome)
+        return tally
+
+    def plans(self, count: int) -> list[Plan]:
+        numbers = random.Random(0)
+        return [draw(self.templates, numbers, aborts=0.0) for _ in range(count)]
+
+    async def until_ready(self) -> None:
+        await eventually(self.processes.workers_ready)
+
+    async def working(self, role: str) -> str:
+        """The first worker of this role that has attempts."""
+
+        async def found() -> str:
+            for name in WORKERS:
+                if name.startswith(role) and (await self.processes.gauges(name))["num_attempts"]:
+                    return name
+            return ""
+
+        return str(await eventually(found))
+
+    def router_mb(self) -> float:
+        return self.processes.usage()["router"].rss_mb
+
+
+async def eventually(condition, timeout_s: float = START_S):
+    """The condition's first true value."""
+    async with asyncio.timeout(timeout_s):
+        while not (value := await condition()):
+            await asyncio.sleep(0.01)
+    return value
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pressure]:
+    model: Path = make_random_checkpoint(tmp_path_factory.mktemp("pressure") / "tiny")
+    options = ClusterOptions(model=str(model), kv_cache_memory=Bytes(16 * 2**20), deadline_scale=SCALE)
+    async with own_cluster(options, SEATS, max_queued_requests=QUEUED) as cluster, Processes(cluster) as processes:
+        pressure = Pressure(cluster, processes, model.name)
+        await pressure.until_ready()
+        await pressure.take_references()
+        yield pressure
+    assert cluster.unclean == []
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def pressure(shared: Pressure) -> AsyncIterator[Pressure]:
+    """Each test ends at rest: every gauge of work at zero within the lease and 5 s."""
+    yield shared
+    assert await shared.processes.at_rest(DEADLINES.lease_s + 5.0) == {}
+
+
+async def test_a_burst_is_answered_or_refused_and_none_hangs(pressure: Pressure) -> None:
+    capacity = SEATS * 2
+    await pressure.answers(pressure.plans(capacity))
+    before_mb = pressure.router_mb()
+    tally = await pressure.answers(pressure.plans(10 * capacity))
+    assert tally.wrong == 0
+    assert tally.ends["answered"] + tally.ends["refused"] == 10 * capacity  # refused: with a Retry-After
+    assert tally.ends["answered"] >= QUEUED
+    assert set(tally.codes) <= {"429 overloaded"}
+    assert pressure.router_mb() < before_mb + 32
+
+
+async def test_what_is_refused_is_taken_later(pressure: Pressure) -> None:
+    """Room comes back: after the burst all are answered."""
+    tally = await pressure.answers(pressure.plans(SEATS * 2))
+    assert (dict(tally.ends), tally.wrong) == ({"answered": SEATS * 2}, 0)
+
+
+LARGE: dict[str, Any] = {  # more than the kernel's buffers take
+    **{"messages": [{"role": "user", "content": "Much."}], "n": 3, "logprobs": True, "top_logprobs": 20},
+    **{"max_tokens": 1500, "temperature": 1, "ignore_eos": True},
+}
+
+
+@contextmanager
+def unread_stream(pressure: Pressure, path: str, body: dict[str, Any]) -> Iterator[socket.socket]:
+    """A client that has asked for a long answer and has not read a byte of it."""
+    data = json.dumps({"model": pressure.model, "stream": True, **body}).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    host, _, port = pressure.url.removeprefix("http://").rpartition(":")
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((host, int(port)))
+        connection.sendall(f"{head}\r\n\r\n".encode() + data)
+        yield connection
+
+
+async def test_clients_that_read_slowly_or_not_at_all_slow_nobody(pressure: Pressure) -> None:
+    """More of them than the cluster has room for: others are answered while these are still there."""
+    before_mb = pressure.router_mb()
+    with ExitStack() as stack:
+        asked = [("/v1/chat/completions", LARGE)] * 3 + [(LONG.path, LONG.body)] * (SEATS * 3)
+        unread = [stack.enter_context(unread_stream(pressure, *one)) for one in asked]
+        reading = asyncio.create_task(_read_slowly(unread[0]))
+        tally = await pressure.answers([*pressure.plans(SEATS * 2), Plan(LONG, stream=True)])
+        grown_mb = pressure.router_mb() - before_mb
+        gauges = await pressure.processes.gauges("router")
+        reading.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await reading
+        for connection in unread[1:]:
+            assert connection.recv(12) == b"HTTP/1.1 200"  # was there all the time
+    assert (dict(tally.ends), tally.wrong) == ({"answered": SEATS * 2 + 1}, 0)
+    assert gauges["num_requests_running"] > 0  # what the kernel's buffers don't take, the router keeps
+    assert grown_mb < 200  # of 13,500 tokens with 20 logprobs each
+
+
+async def _read_slowly(connection: socket.socket) -> None:
+    """A byte at a time."""
+    connection.setblocking(False)
+    while True:
+        await asyncio.get_running_loop().sock_recv(connection, 1)
+        await asyncio.sleep(0.25)
+
+
+@pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
+async def test_a_frozen_worker_blocks_no_healthy_one(pressure: Pressure, victim: str) -> None:
+    """All are answered while it is still frozen, those that it had included."""
+    child = pressure.cluster.children[victim]
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(pressure.answers([Plan(LONG, stream=True)] * 4))
+        assert await pressure.working("decode")
+        child.signal(signal.SIGSTOP)
+        try:
+            tally = await pressure.answers(pressure.plans(SEATS * 2))
+            later = await pressure.answers(pressure.plans(SEATS * 2))
+            await running
+        finally:
+            child.signal(signal.SIGCONT)
+    for one in (tally, later):
+        assert (dict(one.ends), one.wrong) == ({"answered": SEATS * 2}, 0)
+    assert (dict(running.result().ends), running.result().wrong) == ({"answered": 4}, 0)
+    assert pressure.cluster.children[victim] is child
+    await pressure.until_ready()
+
+
+async def test_a_rolling_restart_loses_no_request_and_repeats_no_token(pressure: Pressure) -> None:
+    tally, ended = Tally(pressure.references), asyncio.Event()
+
+    async def load(number: int) -> None:
+        numbers = random.Random(number)
+        async with pressure.client() as client:
+            while not ended.is_set():
+                plan = Plan(LONG, stream=True) if number == 0 else draw(pressure.templates, numbers, aborts=0.0)
+                tally.take(await client.send(plan))
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(6):
+            group.create_task(load(number))
+        try:
+            for name in WORKERS:
+                child = pressure.cluster.children[name]
+                child.signal(signal.SIGTERM)
+                async with asyncio.timeout(START_S):
+                    assert await asyncio.shield(child.exited) == 0
+                await pressure.until_ready()
+                assert pressure.cluster.children[name] is not child
+        finally:
+            ended.set()
+    assert dict(tally.ends) == {"answered": tally.requests}
+    assert tally.wrong == 0
+    assert tally.requests > 6
+
+
+async def test_a_second_sigterm_ends_a_worker_at_once(pressure: Pressure) -> None:
+    """While its streams run; they go on elsewhere."""
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(pressure.answers([Plan(LONG, stream=True)] * 4))
+        name = await pressure.working("decode")
+        child = pressure.cluster.children[name]
+        child.signal(signal.SIGTERM)
+
+        async def draining() -> bool:
+            return (await pressure.processes.page(name, "/ready"))[0] == 503
+
+        await eventually(draining)
+        assert child.alive
+        child.signal(signal.SIGTERM)
+        async with asyncio.timeout(START_S):
+            assert await asyncio.shield(child.exited) == -signal.SIGTERM
+        assert not running.done()
+    assert (dict(running.result().ends), running.result().wrong) == ({"answered": 4}, 0)
+    await pressure.until_ready()
