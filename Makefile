@@ -4,6 +4,9 @@
 TORCH ?= torch==2.13.0
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
+SCHEDULES ?= 1000000
+SECONDS_ ?= 1800
+SOAK_FLAGS ?=
 REPEATS ?= 1
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$python" && break; done)
@@ -11,7 +14,7 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 pip := .venv/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_FLAGS)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test faults lint proto setup setup-dev clean distclean
+.PHONY: help demo test faults soak sim lint proto setup setup-dev clean distclean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1: /p' Makefile
@@ -26,6 +29,14 @@ test: .venv/dev.stamp ## all tests
 faults: .venv/dev.stamp ## every fault at every stage of a request, REPEATS times, as a table (half an hour each)
 	rm -f build/faults.jsonl
 	KVRELAY_FAULTS=$(REPEATS) .venv/bin/python -m pytest -s $(PYTEST_FLAGS) tests/e2e/test_fault*.py
+
+soak: .venv/dev.stamp ## half an hour of requests, aborts and faults, each answer compared (SECONDS_=1800 SOAK_FLAGS=)
+	PYTHONPATH=tests .venv/bin/python -c \
+		"from pathlib import Path; from checkpoints import make_random_checkpoint as make; make(Path('build/tiny'))"
+	.venv/bin/kvrelay bench soak --model build/tiny --kv-cache-memory 4Mi --faults --seconds $(SECONDS_) $(SOAK_FLAGS)
+
+sim: .venv/dev.stamp ## a million schedules of faults in the simulator (SCHEDULES=)
+	PYTHONPATH=tests .venv/bin/python -m sim --schedules $(SCHEDULES)
 
 lint: .venv/dev.stamp ## style and types
 	.venv/bin/ruff check .

@@ -22,6 +22,7 @@ from bench.workload import Request, unique_prompts
 from cli.chat import ChatClient
 from cli.cluster import run_until_signal
 from common.deadlines import Deadlines
+from common.errors import Unavailable
 
 SAMPLE_S = 0.1
 REST_S = 5.0  # beyond the lease
@@ -59,7 +60,7 @@ class Burst:
         good = [one for one in burst if one.ok]
         refused = [one for one in burst if one.error.startswith(("429", "503"))]
         hung = [one for one in burst if one.error.startswith(HUNG)]
-        tpot = {name: _tpot_ms(some) for name, some in (("before", before), ("burst", good), ("after", after))}
+        tpot = {name: tpot_ms(some) for name, some in (("before", before), ("burst", good), ("after", after))}
         return {
             "requests": len(burst),
             "answered": len(good),
@@ -72,9 +73,9 @@ class Burst:
             "ttft_ms_burst_p50": percentile([one.ttft_s * 1e3 for one in good], 50),
             "ttft_ms_burst_p99": percentile([one.ttft_s * 1e3 for one in good], 99),
             "refused_ms_max": max((one.ended_s - one.sent_s for one in refused), default=0.0) * 1e3,
-            "tokens_per_s_before": _tokens_per_s(before),
+            "tokens_per_s_before": tokens_per_s(before),
             "tokens_per_s_burst": sum(one.completion_tokens for one in good) / burst_s,
-            "tokens_per_s_after": _tokens_per_s(after),
+            "tokens_per_s_after": tokens_per_s(after),
             "router_rss_mb_rest": rest_mb,
             "router_rss_mb_grown": max(peak_mb) - rest_mb,
             "router_rss_mb_kept": self._router_mb() - rest_mb,
@@ -87,7 +88,7 @@ class Burst:
         outcomes = await self._client.streams(streams)
         for outcome in outcomes:
             if outcome.error:
-                raise RuntimeError(outcome.error)
+                raise Unavailable(f"an undisturbed request failed: {outcome.error}")
         return outcomes
 
     def _requests(self, count: int) -> list[Request]:
@@ -102,11 +103,13 @@ class Burst:
             await asyncio.sleep(SAMPLE_S)
 
 
-def _tpot_ms(outcomes: Sequence[Outcome]) -> float:
+def tpot_ms(outcomes: Sequence[Outcome]) -> float:
+    """The median."""
     return percentile([one.tpot_s * 1e3 for one in outcomes if one.tpot_s is not None], 50)
 
 
-def _tokens_per_s(outcomes: Sequence[Outcome]) -> float:
+def tokens_per_s(outcomes: Sequence[Outcome]) -> float:
+    """From the first request to the last answer's end."""
     duration_s = max(one.ended_s for one in outcomes) - min(one.sent_s for one in outcomes)
     return sum(one.completion_tokens for one in outcomes) / duration_s
 

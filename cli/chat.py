@@ -5,13 +5,15 @@ import asyncio
 import contextlib
 import io
 import json
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
+from common.config import listed
 from common.deadlines import Deadlines
 from common.errors import InvalidRequest, KVRelayError, Timeout, Unavailable
 
@@ -33,14 +35,15 @@ class Answer:
 class ChatClient:
     """The HTTP side of a chat. Open with `async with`; every failure is a KVRelayError of one line."""
 
-    def __init__(self, url: str, deadlines: Deadlines | None = None) -> None:
+    def __init__(self, url: str, deadlines: Deadlines | None = None, api_key: str = "") -> None:
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         deadlines = deadlines or Deadlines()
         self.url = url.rstrip("/").removesuffix("/v1")
         silence_s = 2 * deadlines.keepalive_s + deadlines.rpc_s  # the router is never silent for longer
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=deadlines.connect_s, sock_read=silence_s)
 
     async def __aenter__(self) -> "ChatClient":
-        self._session = aiohttp.ClientSession(timeout=self._timeout, read_bufsize=2**20)
+        self._session = aiohttp.ClientSession(timeout=self._timeout, headers=self._headers, read_bufsize=2**20)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -151,6 +154,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--temperature", type=float, help="0 is greedy (default: the server's)")
 
 
+def first_key(environ: Mapping[str, str] = os.environ) -> str:
+    """Of the keys that a router would take its own from; "" where there is none."""
+    return next(iter(listed(environ.get("KVRELAY_API_KEY", ""))), "")
+
+
 def run(arguments: argparse.Namespace) -> int:
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
@@ -161,7 +169,7 @@ def run(arguments: argparse.Namespace) -> int:
     if prompt is not None and not prompt.strip():
         raise InvalidRequest("the prompt is empty", field="prompt")
     with asyncio.Runner() as runner:
-        client = ChatClient(arguments.url)
+        client = ChatClient(arguments.url, api_key=first_key())
         runner.run(client.__aenter__())
         try:
             model = arguments.model or runner.run(client.model())

@@ -27,6 +27,8 @@ from router.pipeline import Pipeline
 from router.text import TextModel
 from router.workers import Workers
 
+BACKLOG = 4096  # connections that wait for the event loop to accept them; with too few the kernel resets some
+
 
 async def run(arguments: argparse.Namespace) -> int:
     """Serves until a signal; returns the exit status."""
@@ -74,7 +76,7 @@ async def run(arguments: argparse.Namespace) -> int:
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         try:
-            await web.TCPSite(runner, settings.host, settings.port).start()
+            await web.TCPSite(runner, settings.host, settings.port, backlog=BACKLOG).start()
         except OSError as error:
             address = join_address(settings.host, settings.port)
             raise AddressInUse(f"can't listen on {address}: {error.strerror}", field="port") from error

@@ -124,19 +124,21 @@ class Api:
         with_usage = options is not None and options.include_usage
         with_report = http.headers.get("X-KVRelay-Report") == "1"
         reply = endpoint.reply(request, generations, self._text, self._model_name, int(self._now()))
+        scored = any(one.request.params.prompt_logprobs is not None for one in generations)  # replies may be huge
         async with MergedDeltas([self._deltas(one) for one in generations]) as deltas:
             if not request.stream:
                 async for item in deltas.items(None):
                     if item is not None:
                         reply.add(*item)
-                return json_reply(reply.whole(with_report), headers=server_timing([one.report for one in generations]))
+                whole = await asyncio.to_thread(reply.whole, with_report) if scored else reply.whole(with_report)
+                return json_reply(whole, headers=server_timing([one.report for one in generations]))
             async for item in deltas.items(self._deadlines.keepalive_s):
                 if not events.started:
                     await events.start({} if item is None else server_timing([one.report for one in generations]))
                 if item is None:
                     await events.keep_alive()
                 else:
-                    await events.send(reply.chunks(*item))
+                    await events.send(await asyncio.to_thread(reply.chunks, *item) if scored else reply.chunks(*item))
         last = [reply.last_chunk(with_report)] if with_usage or with_report else []
         await events.send([*last, DONE])
         return events.response

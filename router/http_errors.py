@@ -87,7 +87,7 @@ def _http_error(http: web.Request, error: web.HTTPException) -> web.Response:
     messages = {
         404: f"there is no {cut(http.path)}",
         405: f"{cut(http.path)} does not take {cut(http.method)}",
-        413: "the body is too large",
+        413: f"the body is too large: {cut(error.text or '')}",
     }
     detail = ErrorDetail(
         message=messages.get(error.status, error.reason),

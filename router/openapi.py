@@ -15,7 +15,7 @@ from router.tokenizing import DetokenizeReply, DetokenizeRequest, TokenizeReply,
 
 Schema = dict[str, Any]
 REF = "#/components/schemas/{model}"
-STREAMED = "server-sent events: replies with what is new in each, then [DONE]; an error ends them"
+STREAMED = "one server-sent event: a reply with what is new in it, an error, which is the last, or [DONE]"
 # path: method, summary, request, reply, whether it may be streamed
 ROUTES: dict[str, tuple[str, str, type[BaseModel] | None, type[BaseModel] | None, bool]] = {
     "/v1/chat/completions": ("post", "The answer to a conversation", ChatRequest, Body[ChatChoice], True),
@@ -71,7 +71,7 @@ def describe(model_name: str) -> str:
         good = {"schema": refs[reply, "serialization"]} if reply else {}
         content = {"text/plain" if path == "/metrics" else "application/json": good}
         if streamed:
-            content["text/event-stream"] = {"schema": {"type": "string", "description": STREAMED}}
+            content["text/event-stream"] = {"schema": _event([good["schema"], refs[ErrorBody, "serialization"]])}
         operation["responses"] = {"200": {"description": "as asked for", "content": content}}
         error = {"application/json": {"schema": refs[ErrorBody, "serialization"]}}
         for status in _errors_of(path, method, streamed):
@@ -90,6 +90,13 @@ def describe(model_name: str) -> str:
         },
     }
     return json.dumps(document)
+
+
+def _event(contents: list[Schema]) -> Schema:
+    """An event as an object of its fields, the way OpenAPI 3.2 describes streams."""
+    body = {"contentMediaType": "application/json", "contentSchema": {"anyOf": contents}}
+    data = {"type": "string", "anyOf": [{"const": "[DONE]"}, body]}
+    return {"type": "object", "description": STREAMED, "properties": {"data": data}, "required": ["data"]}
 
 
 def _errors_of(path: str, method: str, generates: bool) -> list[int]:

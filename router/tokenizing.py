@@ -10,12 +10,15 @@ from router.openai import Message, TokenId
 from router.text import TextModel
 from router.wire import Wire
 
+MAX_CHARS = 4 * 2**20  # of a text that is asked about; a tokenizer takes some hundred bytes for each
+MAX_TOKENS = 2**20
+
 
 class TokenizeRequest(Wire):
     """Token ids of a prompt, or of messages as /v1/chat/completions would see them."""
 
     model: str | None = None
-    prompt: str | None = None
+    prompt: Annotated[str, Field(max_length=MAX_CHARS)] | None = None
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None  # default: of a prompt, not of messages, whose template has them
     add_generation_prompt: bool = True
@@ -34,7 +37,7 @@ class TokenizeRequest(Wire):
 
 class DetokenizeRequest(Wire):
     model: str | None = None
-    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_TOKENS, fail_fast=True)]
 
 
 class TokenizeReply(BaseModel):
@@ -59,6 +62,8 @@ class Tokenizing:
         """Also of what is longer than the context: it is asked for in order to find out."""
         if request.messages is not None:
             messages = [message.for_template() for message in request.messages]
+            if sum(len(message["content"]) for message in messages) > MAX_CHARS:
+                raise InvalidRequest(f"messages must have at most {MAX_CHARS} characters", field="messages")
             ids = self._text.encode_chat(messages, add_generation_prompt=request.add_generation_prompt)
         else:
             special = request.add_special_tokens is not False

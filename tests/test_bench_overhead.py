@@ -69,3 +69,19 @@ async def test_a_whole_run_has_a_row_for_each_number_of_streams(tmp_path, capsys
         assert row["ttft_ms_p50"] > 0
         assert row["ttft_inprocess_ms_p50"] > 0
         assert {f"{name}_us_token" for name in ("router", "redis", "prefill-0", "decode-0", "client")} <= row.keys()
+
+
+async def test_a_profile_names_the_functions_that_took_most(tmp_path, capsys):
+    directory = make_random_checkpoint(tmp_path / "model", vocab_size=288)
+    options = RouterOptions(
+        model=str(directory), streams="2", prompt_tokens=4, output_tokens=16, requests=4, runs=1, vocab_size=288,
+        profile=True, json=True,
+    )  # fmt: skip
+    assert await measure(options) == 0
+    row, profile = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert row["router_us_token"] > 0
+    assert profile["tokens"] == 4 * 16
+    shares = [one["share"] for one in profile["profile"]]
+    assert len(shares) == 5
+    assert shares == sorted(shares, reverse=True)
+    assert any(".py:" in one["function"] for one in profile["profile"])

@@ -54,7 +54,7 @@ def test_a_running_server_needs_no_model(measured):
     assert measured == [("bench.serve", ServeOptions(url="http://here", slo_ttft_ms=250.0))]
 
 
-@pytest.mark.parametrize("kind", ["step", "handover", "router", "batching"])
+@pytest.mark.parametrize("kind", ["step", "handover", "router", "batching", "soak", "burst", "streams"])
 def test_without_a_model_the_demo_model_is_taken(measured, monkeypatch, kind):
     monkeypatch.setattr("cli.model.ensure_demo_model", lambda: "demo")
     cli_bench.run(arguments(kind))
@@ -68,6 +68,9 @@ def test_without_a_model_the_demo_model_is_taken(measured, monkeypatch, kind):
         (["serve", "--scale", "0"], "--scale"),
         (["step", "--rounds", "0"], "--rounds"),
         (["handover", "--tokens", "0"], "--tokens"),
+        (["soak", "--seconds", "0"], "--seconds"),
+        (["soak", "--aborts", "1.5"], "--aborts"),
+        (["burst", "--times", "0"], "--times"),
         (["step", "--model", "m", "--cores", "none"], "--cores"),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from fake_router import DONE, FakeRouter, event, running_router
 
-from cli.chat import REPORT_HEADER, ChatClient, show
+from cli.chat import REPORT_HEADER, ChatClient, first_key, show
 from common.deadlines import Deadlines
 from common.errors import InvalidRequest, KVRelayError, Timeout, Unavailable
 
@@ -110,6 +110,13 @@ async def test_a_server_that_is_not_there_is_named():
     async with ChatClient(url) as client:
         with pytest.raises(Unavailable, match=f"can't reach {url}: Connect"):
             await client.model()
+
+
+@pytest.mark.parametrize(("keys", "wanted"), [("", None), ("a", "Bearer a"), (" a , b", "Bearer a")])
+async def test_the_environments_key_is_shown(router, keys, wanted):
+    async with ChatClient(router.url, api_key=first_key({"KVRELAY_API_KEY": keys})) as client:
+        await client.ask([{"role": "user", "content": "hi"}], lambda text: None, model="tiny", max_tokens=9)
+    assert router.headers[-1].get("Authorization") == wanted
 
 
 @pytest.mark.parametrize("url", ["", "nowhere", "http://", "http://x:port"])

@@ -16,7 +16,16 @@ from process_tools import wait_until_ended
 
 from cli.main import main
 from cli.up import ClusterConfig, UpConfig, check, child_environment, divided_threads, plan, redis_ready
-from common.config import Bytes, EngineConfig, RedisConfig, RouterConfig, WorkerConfig, add_arguments, from_arguments
+from common.config import (
+    Bytes,
+    EngineConfig,
+    RedisConfig,
+    RequestLimits,
+    RouterConfig,
+    WorkerConfig,
+    add_arguments,
+    from_arguments,
+)
 from common.errors import AddressInUse, ModelError
 
 FAKE_ROLE = """
@@ -48,7 +57,9 @@ def config(up: UpConfig | None = None, **engine) -> ClusterConfig:
 def flags_of(command: tuple[str, ...], kind: type):
     """The config that a child would read from its command line."""
     parser = argparse.ArgumentParser()
-    add_arguments(parser, *dict.fromkeys((kind, EngineConfig, WorkerConfig, RouterConfig, RedisConfig)), environ={})
+    add_arguments(
+        parser, *dict.fromkeys((kind, EngineConfig, WorkerConfig, RouterConfig, RequestLimits, RedisConfig)), environ={}
+    )
     return from_arguments(kind, parser.parse_args(command[command.index("-m") + 2 :]))
 
 
@@ -85,6 +96,15 @@ def test_settings_reach_the_processes_that_they_are_for():
     drain = {"drain_timeout": 8.0}  # requests have to end before the supervisor's patience does
     assert flags_of(worker.command, WorkerConfig) == replace(cluster.worker, worker_id="prefill-0", **drain)
     assert flags_of(router.command, RouterConfig) == replace(cluster.router, **drain)
+
+
+def test_keys_reach_the_router_alone_and_are_in_no_command_line():
+    cluster = replace(config(), router=RouterConfig(model="m", port=0, api_key="s3cret"), limits=RequestLimits(max_n=3))
+    (*workers,), (router,) = plan(cluster)
+    assert router.env["KVRELAY_API_KEY"] == "s3cret"
+    assert flags_of(router.command, RequestLimits) == cluster.limits
+    assert not any("s3cret" in " ".join(spec.command) for spec in (*workers, router))
+    assert not any("KVRELAY_API_KEY" in spec.env for spec in workers)
 
 
 def test_a_random_namespace_is_shared_by_one_cluster_and_no_other():

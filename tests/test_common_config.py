@@ -14,8 +14,10 @@ from common.config import (
     WorkerConfig,
     add_arguments,
     from_arguments,
+    listed,
     setting,
     to_arguments,
+    to_environment,
 )
 from common.errors import ConfigError
 
@@ -198,6 +200,20 @@ ENGINE = EngineConfig(model="m")
 )
 def test_the_flags_of_a_config_make_the_same_config(config):
     assert from_arguments(type(config), parse(*to_arguments(config), configs=[type(config)])) == config
+
+
+def test_a_secret_is_in_no_flag_and_no_repr_and_goes_by_the_environment():
+    config = RouterConfig(model="m", api_key="s3cret")
+    assert "s3cret" not in f"{config} {to_arguments(config)}"
+    assert to_environment(config) == {"KVRELAY_API_KEY": "s3cret"}
+    arguments = parse(*to_arguments(config), configs=[RouterConfig], environ=to_environment(config))
+    assert from_arguments(RouterConfig, arguments) == config
+    assert to_environment(RouterConfig(model="m")) == {}
+
+
+@pytest.mark.parametrize(("text", "items"), [("", ()), (" , ", ()), ("a", ("a",)), (" a, b ,", ("a", "b"))])
+def test_listed_items_are_between_commas(text, items):
+    assert listed(text) == items
 
 
 def test_defaults_make_no_flags():

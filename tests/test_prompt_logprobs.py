@@ -97,17 +97,13 @@ async def test_ignore_what_is_cached_and_change_no_token(
     assert answered.tokens == [Recompute.of(model, "float32")(ids, PARAMS)] * 2
 
 
-@pytest.mark.parametrize("step", [0, 1, 2, 3])
-async def test_survive_a_failed_step(
-    cluster: LocalCluster, reference: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, step: int
-) -> None:
-    """Of whichever worker takes it: in the middle of the prompt, or when the scores are here already."""
+def fail(cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch, step: int) -> list[range]:
+    """Makes that forward pass fail, whosever it is; what the others score, as they do."""
     steps = 0
     scored: list[range] = []
     for local in cluster.local:
-        runner = local.worker.engine._runner
 
-        def failing(batch: Any, forward: Any = runner.forward) -> Any:
+        def failing(batch: Any, forward: Any = local.worker.engine._runner.forward) -> Any:
             nonlocal steps
             steps += 1
             if steps == step + 1:
@@ -115,8 +111,27 @@ async def test_survive_a_failed_step(
             scored.extend(chunk.scored for chunk in batch.chunks if chunk.scored)
             return forward(batch)
 
-        monkeypatch.setattr(runner, "forward", failing)
+        monkeypatch.setattr(local.worker.engine._runner, "forward", failing)
+    return scored
+
+
+@pytest.mark.parametrize("step", [0, 1, 2, 3])
+async def test_survive_a_failed_step(
+    cluster: LocalCluster, reference: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """Of whichever worker takes it: in the middle of the prompt, or when the scores are here already."""
+    scored = fail(cluster, monkeypatch, step)
     generation = await run(cluster, prompt(150, seed=step))
     check(generation, reference)
     assert generation.report.attempts == 2
     assert max(map(len, scored)) <= 128
+
+
+async def test_are_not_computed_again_once_they_are_here(
+    cluster: LocalCluster, reference: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored = fail(cluster, monkeypatch, step=3 if cluster.prefill else 6)  # the last one
+    generation = await run(cluster, prompt(150, seed=6))
+    check(generation, reference)
+    assert generation.report.attempts == 2
+    assert sum(map(len, scored)) == 149

@@ -170,7 +170,7 @@ async def test_an_outage_does_not_refuse_who_comes_after_it(place: Place) -> Non
     waiting = await place.come("waits")
     place.capacity = Room()
     for name in "abcde":  # failed by the outage, long after one another
-        place.now += 20.0
+        place.now += 100.0
         await place.go(name)
     with pytest.raises(NoWorker):
         await waiting

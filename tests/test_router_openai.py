@@ -51,6 +51,9 @@ def refusal(kind: type[Request], **fields: Any) -> InvalidRequest:
         ("skip_special_tokens", [False], ["no", 0]),
         ("stream", [True, False], ["true", 1]),
         ("cache_salt", ["a", "a" * 1024], ["", "a" * 1025, 5]),
+        ("priority", [0, -1, 2**31 - 1], [0.5, "1", True, 2**31]),
+        ("prompt_logprobs", [0, 20], [-1, 21, "1", True, 0.5]),
+        ("bad_words", [[], ["a"], [" a"] * 1024], ["a", {}, ["a"] * 1025]),
     ],
 )
 def test_field_takes_its_type_and_range(kind: type[Request], field: str, good: list[Any], bad: list[Any]) -> None:

@@ -11,6 +11,7 @@ from tiny_text import byte_level, model_directory
 from common.config import RequestLimits
 from common.engine.sequence import SamplingParams
 from common.errors import ContextLengthExceeded, InvalidRequest
+from router.bad_words import bad_word_tokens
 from router.generation import GenerationRequest
 from router.openai import ChatRequest, CompletionRequest
 from router.params import RequestBuilder
@@ -67,6 +68,9 @@ def test_every_field_reaches_the_pipeline(text: TextModel) -> None:
         include_stop_str_in_output=True,
         skip_special_tokens=False,
         cache_salt="salt",
+        bad_words=["x"],
+        priority=-3,
+        prompt_logprobs=6,
     )
     assert generation.params == SamplingParams(
         max_tokens=7,
@@ -83,9 +87,12 @@ def test_every_field_reaches_the_pipeline(text: TextModel) -> None:
         logprobs=4,
         stop_token_ids=(9,),
         ignore_eos=True,
+        bad_words=bad_word_tokens(["x"], text),
+        prompt_logprobs=6,
     )
     assert generation.prompt_ids == tuple(text.encode_chat([{"role": "user", "content": "hello"}]))
     assert (generation.n, generation.stop, generation.cache_salt) == (3, ("a", "b"), "salt")
+    assert (generation.priority, generation.echo) == (-3, None)
     assert (generation.include_stop_str_in_output, generation.skip_special_tokens) == (True, False)
 
 

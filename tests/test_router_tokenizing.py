@@ -9,6 +9,7 @@ from tiny_text import byte_level, model_directory, sentencepiece_directory
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from router.text import TextModel
+from router.tokenizing import MAX_CHARS
 
 TEXTS = ["hello", "", " ", "Über 東京 \U0001f600<|im_end|>x", "</think>", "a" * 70_000]
 KINDS = {
@@ -96,6 +97,20 @@ async def test_wrong_field_is_named(text: TextModel, path: str, body: Any, statu
     async with serve(text) as served:
         response, reply = await served.post(path, body)
     assert (response.status, reply["error"]["param"]) == (status, field)
+
+
+@pytest.mark.parametrize("excess", [0, 1])
+async def test_texts_have_a_limit(text: TextModel, monkeypatch: pytest.MonkeyPatch, excess: int) -> None:
+    size = MAX_CHARS + excess
+    half = {"role": "user", "content": "a " * (size // 4)}
+    rest = {"role": "user", "content": "a" * (size - 2 * len(half["content"]))}
+    monkeypatch.setattr(text, "encode", lambda *_, **__: [5])
+    monkeypatch.setattr(text, "encode_chat", lambda *_, **__: [5])
+    async with serve(text) as served:
+        one, reply = await served.post("/tokenize", {"prompt": "a" * size})
+        several, _ = await served.post("/tokenize", {"messages": [half, rest, half]})
+    assert (one.status, several.status) == ((400, 400) if excess else (200, 200))
+    assert not excess or str(MAX_CHARS) in reply["error"]["message"]
 
 
 async def test_ids_that_only_the_model_has_are_no_text(text: TextModel) -> None:

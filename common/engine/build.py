@@ -83,6 +83,8 @@ def build_engine(
     largest = min(config.max_num_batched_tokens, config.max_model_len)
     working, largest_s = warm_up(decoder, layout, largest, clock)
     if settings.kv_cache_memory is None:
+        # The largest step had one row of logits; scored rows add theirs, in the model's dtype and in float32.
+        working += 2 * 4 * config.max_scored_tokens * model.vocab_size
         plan = MemoryPlan.here(
             settings.gpu_memory_utilization,
             settings.workers_per_host,

@@ -126,6 +126,22 @@ async def test_a_burst_is_answered_or_refused_and_none_hangs(pressure: Pressure)
     assert pressure.router_mb() < before_mb + 32
 
 
+async def test_a_thousand_clients_that_come_in_one_moment_are_let_in(pressure: Pressure) -> None:
+    """The kernel keeps their connections while the router has no time for them, and resets none."""
+    host, _, port = pressure.url.removeprefix("http://").rpartition(":")
+    router = pressure.cluster.children["router"]
+    with ExitStack() as stack:
+        router.signal(signal.SIGSTOP)
+        try:
+            clients = [stack.enter_context(socket.create_connection((host, int(port)), START_S)) for _ in range(1000)]
+            for client in clients:
+                client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        finally:
+            router.signal(signal.SIGCONT)
+        statuses = await asyncio.to_thread(lambda: {client.recv(12) for client in clients})
+    assert statuses == {b"HTTP/1.1 200"}
+
+
 async def test_what_is_refused_is_taken_later(pressure: Pressure) -> None:
     """Room comes back: after the burst all are answered."""
     tally = await pressure.answers(pressure.plans(SEATS * 2))
@@ -133,8 +149,13 @@ async def test_what_is_refused_is_taken_later(pressure: Pressure) -> None:
 
 
 LARGE: dict[str, Any] = {  # more than the kernel's buffers take
-    **{"messages": [{"role": "user", "content": "Much."}], "n": 3, "logprobs": True, "top_logprobs": 20},
-    **{"max_tokens": 1500, "temperature": 1, "ignore_eos": True},
+    "messages": [{"role": "user", "content": "Much."}],
+    "n": 3,
+    "logprobs": True,
+    "top_logprobs": 20,
+    "max_tokens": 1500,
+    "temperature": 1,
+    "ignore_eos": True,
 }
 
 

@@ -120,7 +120,8 @@ class Faults:
         world.network.killed(node, silent=silent)
         if name.startswith("router"):
             hears_late = silent or "messages" in self.kinds
-            patience = 1.2 * DEADLINES.dead_s + 2.0 if hears_late else 1.0  # the second is for a copy's last piece
+            heard_s = 1.2 * DEADLINES.dead_s + 2.0 if hears_late else 0.1
+            patience = heard_s + 3 * world.parts.machine.piece_s  # the last piece of a copy is waited for
             world.loop.after(patience, self._forgotten, world.routers[int(name[7:])].router_id)
             for asked in world.clients.asked:
                 if name == f"router-{asked.router}" and asked.router_node is node and not asked.outcome:

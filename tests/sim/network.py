@@ -242,7 +242,8 @@ def send_message(link: Link, to_server: bool, data: bytes | None, take: Callable
         return
     link.send(to_server, take, data)
     if data is not None and faults.twice and network.rng.random() < faults.twice:
-        link.send(to_server, take, data)
+        late_s = network.rng.choice([0.0, 0.3]) * network.rng.random()
+        network.loop.after(late_s, link.send, to_server, take, data)
     if not to_server and network.forge is not None and data is not None:
         forged = network.forge(link, data)
         if forged is not None:
