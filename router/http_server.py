@@ -17,6 +17,7 @@ from router.sse import ClientGone
 from router.wire import cut
 
 log = get_logger("http")
+GRACE_S = 1.0
 LINGER_S = 2.0  # for what a client still sends of a request that has its answer
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -77,7 +78,12 @@ class ConnectionGuard(asyncio.Protocol):
         self._inner.connection_lost(exc)
 
     def _start_timer(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._connections.header_s, self._expire)
+        header_s, loop = self._connections.header_s, asyncio.get_running_loop()
+        self._timer = loop.call_later(header_s, self._wait_a_little, min(GRACE_S, header_s))
+
+    def _wait_a_little(self, grace_s: float) -> None:
+        """After the loop was busy elsewhere the headers may be here, and not looked at yet."""
+        self._timer = asyncio.get_running_loop().call_later(grace_s, self._expire)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

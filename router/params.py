@@ -107,17 +107,19 @@ class RequestBuilder:
         room = self._max_model_len - len(prompt_ids)
         if room < 1:
             raise ContextLengthExceeded(
-                f"{prompt_field} has {len(prompt_ids)} tokens; with at least one for the answer "
-                f"that is more than the context length of {self._max_model_len} tokens",
+                f"{self._context()}; {prompt_field} has {len(prompt_ids)}, and the answer needs at least one",
                 field=prompt_field,
             )
         if asked is not None and asked > room:
             raise ContextLengthExceeded(
-                f"{field} is {asked}, but {len(prompt_ids)} of the context length of {self._max_model_len} tokens "
-                f"are the prompt's, which leaves {room}",
+                f"{self._context()}; {field} is {asked}, but the prompt has {len(prompt_ids)}, which leaves {room}",
                 field=field,
             )
         return room
+
+    def _context(self) -> str:
+        """Clients know an error of this kind by OpenAI's words for it."""
+        return f"this model's maximum context length is {self._max_model_len} tokens"
 
     def _generation(
         self, request: Request, prompt_ids: Sequence[int], params: SamplingParams, max_tokens: int

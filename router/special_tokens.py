@@ -12,6 +12,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -19,6 +20,7 @@ from tokenizers import Tokenizer
 from common.errors import InvalidRequest
 
 PRIVATE_USE = range(0x10FFFD, 0xF0000, -1)  # planes 16 and 15: no script, no whitespace, in no vocabulary
+ESCAPED = re.compile(r"\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}")  # how JSON writes those in ASCII
 STRUCTURE = ("role", "type")  # checked words that templates compare with; never changed
 
 
@@ -44,8 +46,23 @@ def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _any_of(strings: Sequence[str]) -> str:
-    """A pattern that matches the longest of them first."""
-    return "|".join(re.escape(text) for text in sorted(strings, key=len, reverse=True)) or r"(?!)"
+    """A pattern that matches the longest of them first. It branches by letters: models have thousands of tokens."""
+    tree: dict[str, Any] = {}
+    for text in strings:
+        node = tree
+        for char in text:
+            node = node.setdefault(char, {})
+        node[""] = {}  # one ends here
+    return _branches(tree) or r"(?!)"
+
+
+def _branches(node: Mapping[str, Any]) -> str:
+    branches = [re.escape(char) + _branches(child) for char, child in node.items() if char]
+    if not branches:
+        return ""
+    if "" in node:
+        return f"(?:{'|'.join(branches)})?"
+    return branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +75,7 @@ class StandIns:
         """A rendered text with the messages' own characters."""
         own = {stand_in: char for char, stand_in in self.of.items()}
         text = text.translate({ord(stand_in): char for stand_in, char in own.items()})
-        if "\\ud" in text.lower():  # a template may write JSON in ASCII
+        if "\\ud" in text:  # a template may write JSON in ASCII
             for stand_in, char in own.items():
                 text = text.replace(json.dumps(stand_in)[1:-1], json.dumps(char)[1:-1])
         return text
@@ -86,7 +103,8 @@ class SpecialTokenGuard:
 
     def protect(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], StandIns]:
         """Copies of the messages with stand-ins."""
-        used = set().union(*_strings(list(messages)))
+        texts = list(_strings(list(messages)))
+        used = set().union(*texts, *(json.loads(f'["{pair}"]') for text in texts for pair in ESCAPED.findall(text)))
         unused = (chr(code) for code in PRIVATE_USE if chr(code) not in used)
         of = dict(zip(self._chars, unused, strict=False))
         if len(of) < len(self._chars):
@@ -122,9 +140,14 @@ class SpecialTokenGuard:
 
 
 def _broken(text: str, of: Mapping[str, str]) -> str:
-    """With one character changed: one that templates hardly strip, change or escape, if there is any."""
-    at = min(range(len(text)), key=lambda at: (text[at].isalnum(), text[at].isspace(), at in (0, len(text) - 1), at))
+    at = _weak_place(text)
     return text[:at] + of[text[at]] + text[at + 1 :]
+
+
+@lru_cache(maxsize=4096)
+def _weak_place(text: str) -> int:
+    """Where a special token, or a piece of one, is changed: at what templates hardly strip or change."""
+    return min(range(len(text)), key=lambda at: (text[at].isalnum(), text[at].isspace(), at in (0, len(text) - 1), at))
 
 
 def _renamed(tokenizer_data: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from jinja2.utils import Namespace
 
 from common.errors import KVRelayError
 
-BASE = 100_000  # units for any conversation
+BASE = 20_000  # units for any conversation: a few milliseconds
 PER_UNIT_OF_INPUT = 64  # times that a template may pass over the conversation
 MOST = 50_000_000  # units, whatever the conversation: some seconds
 CHARS_A_UNIT = 4

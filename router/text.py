@@ -151,7 +151,8 @@ class TextModel:
     def _check_length(self, text: str, limit: int | None, field: str) -> None:
         if limit is not None and len(text) > SHRINK * self._longest_token * limit:
             raise ContextLengthExceeded(
-                f"{field} has {len(text)} characters, which can't fit into a context of {limit} tokens", field=field
+                f"this model's maximum context length is {limit} tokens; {field} has {len(text)} characters, too many",
+                field=field,
             )
 
 

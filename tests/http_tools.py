@@ -13,7 +13,7 @@ from fakes import FakePipeline
 from common.deadlines import Deadlines
 from common.engine.batch import Logprob
 from common.metrics import RouterMetrics
-from router.app import build_app, build_runner
+from router.app import CONNECTIONS, build_app, build_runner
 from router.generation import Delta, TokenText
 from router.text import TextModel
 
@@ -46,6 +46,7 @@ class Served:
         self.session = session
         self.pipeline = pipeline
         self.metrics = metrics
+        self.guards: dict[Any, Any] = {}  # of the open connections
 
     async def post(self, path: str, body: Any, **options: Any) -> tuple[aiohttp.ClientResponse, Any]:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -92,7 +93,9 @@ async def serve(
     host, port = runner.addresses[0]
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PATIENCE_S)) as session:
-            yield Served(f"http://{host}:{port}", session, pipeline, metrics)
+            served = Served(f"http://{host}:{port}", session, pipeline, metrics)
+            served.guards = app[CONNECTIONS].guards
+            yield served
     finally:
         await runner.cleanup()
     assert not pipeline.running

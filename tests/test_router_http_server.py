@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -16,7 +17,8 @@ from router.text import TextModel
 
 BODY = json.dumps(COMPLETION).encode()
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n" % len(BODY)
-SHORT = Deadlines(http_header_s=0.3, http_body_s=0.3, http_idle_s=0.3)
+SHORT = Deadlines(http_header_s=0.3, http_body_s=0.3, http_idle_s=60)
+IDLE = Deadlines(http_header_s=60, http_body_s=60, http_idle_s=0.3)
 LONG = Deadlines(http_header_s=60, http_body_s=60, http_idle_s=60)
 
 
@@ -104,7 +106,7 @@ async def test_a_dripping_body_gets_a_408(text: TextModel) -> None:
 
 @pytest.mark.parametrize("requests", [0, 1, 2])
 async def test_an_idle_connection_is_closed_without_a_word(text: TextModel, requests: int) -> None:
-    async with serve(text, *HELLO, deadlines=SHORT) as served, connection(served) as raw:
+    async with serve(text, *HELLO, deadlines=IDLE) as served, connection(served) as raw:
         for _ in range(requests):
             raw.writer.write(HEAD + b"\r\n" + BODY)
             head = await raw.reader.readuntil(b"\r\n\r\n")
@@ -130,6 +132,15 @@ async def test_a_long_answer_is_not_taken_for_a_slow_request(text: TextModel) ->
     async with serve(text, 0.8, *HELLO, deadlines=SHORT) as served:
         response, body = await served.post("/v1/completions", COMPLETION)
     assert (response.status, body["choices"][0]["text"]) == (200, "Hello")
+
+
+async def test_headers_that_came_while_the_server_was_busy_are_in_time(text: TextModel) -> None:
+    async with serve(text, *HELLO, deadlines=SHORT) as served, connection(served) as raw:
+        while not served.guards:
+            await asyncio.sleep(0.005)
+        raw.writer.write(HEAD + b"Connection: close\r\n\r\n" + BODY)
+        time.sleep(2 * SHORT.http_header_s)  # noqa: ASYNC251 (the loop stands still)
+        assert status_of(await raw.answer()) == 200
 
 
 async def test_pipelined_requests_are_answered_in_order(text: TextModel) -> None:

@@ -112,7 +112,7 @@ def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path, truncating: 
 @pytest.mark.parametrize("encode", ["encode", "encode_chat"])
 def test_hopelessly_long_text_is_refused_unencoded(model: TextModel, encode: str) -> None:
     text = "x" * 100_000
-    with pytest.raises(ContextLengthExceeded, match="context of 10 tokens"):
+    with pytest.raises(ContextLengthExceeded, match="maximum context length is 10 tokens"):
         getattr(model, encode)(text if encode == "encode" else user(text), limit=10)
 
 

@@ -12,7 +12,8 @@ from sim.world import run_seed
 import kvtransfer.claim
 from common.engine.block_table import BlockTables
 from common.errors import KVRelayError
-from common.relay import RelayServer
+from common.relay import RelayServer, Session
+from common.rpc import types_pb2
 from decode_svc.admission import Admission
 from decode_svc.service import DecodeService
 from kvtransfer.lease import LeaseTable
@@ -127,9 +128,6 @@ def forks_write_to_shared_blocks(patch: Patch) -> None:
 
 def a_broken_stream_leaves_its_attempts(patch: Patch) -> None:
     async def relay(self: RelayServer, commands: Any, context: Any) -> None:
-        from common.relay import Session
-        from common.rpc import types_pb2
-
         session = Session(self._event_type)
         session.send(welcome=types_pb2.Welcome(epoch=self.epoch, fingerprint=self.fingerprint))
         reader = asyncio.create_task(self._read(commands, session))
@@ -161,17 +159,17 @@ def a_finish_is_believed_twice(patch: Patch) -> None:
 
 
 MISTAKES: list[tuple[Callable[[Patch], None], int]] = [
-    (ended_leases_count_as_held, 3000),
+    (ended_leases_count_as_held, 1000),
     (attempts_are_not_told_apart, 3000),
-    (duplicates_are_not_compared, 3000),
-    (a_cancelled_copy_is_not_waited_for, 3000),
-    (an_empty_redis_removes_workers, 3000),
-    (aborting_a_fork_aborts_the_others, 3000),
-    (cancelled_waiters_stay_in_the_queue, 3000),
-    (forks_write_to_shared_blocks, 3000),
-    (a_broken_stream_leaves_its_attempts, 3000),
-    (handles_are_left_to_expire, 3000),
-    (a_finish_is_believed_twice, 3000),
+    (duplicates_are_not_compared, 1000),
+    (a_cancelled_copy_is_not_waited_for, 1000),
+    (an_empty_redis_removes_workers, 1000),
+    (aborting_a_fork_aborts_the_others, 1000),
+    (cancelled_waiters_stay_in_the_queue, 1000),
+    (forks_write_to_shared_blocks, 1000),
+    (a_broken_stream_leaves_its_attempts, 1000),
+    (handles_are_left_to_expire, 1000),
+    (a_finish_is_believed_twice, 1000),
 ]
 
 
@@ -179,5 +177,4 @@ MISTAKES: list[tuple[Callable[[Patch], None], int]] = [
 def test_an_old_mistake_is_found(mistake, schedules, monkeypatch):
     mistake(monkeypatch)
     found = next((result for seed in range(schedules) if (result := run_seed(seed)).violation), None)
-    assert found is not None
-    print(found.seed, found.violation)
+    assert found is not None, f"not in {schedules} schedules"

@@ -1,6 +1,7 @@
 """What a fault must not lead to: a stranger's KV, work for a router that is gone, a request that Redis can stop."""
 
 import asyncio
+import secrets
 from typing import Any
 
 import grpc
@@ -10,7 +11,7 @@ from faults.client import BROKEN, Answer, Asked
 from faults.cluster import FaultCluster
 from faults.processes import DEADLINES, WORKERS
 from faults.proxy import BLACKHOLE, Traffic
-from faults.tools import Disturbed, eventually, undisturbed
+from faults.tools import Disturbed, eventually, met, undisturbed
 from process_tools import linux
 from redis.asyncio import Redis
 
@@ -62,21 +63,31 @@ async def test_a_reader_that_wakes_after_its_lease_answers_with_nobody_elses_kv(
     cluster: FaultCluster, way: str
 ) -> None:
     """Stopped while its claim (up), or the holder's answer to it (down), is on the way; then the pool gets other KV."""
-    body = {**BODIES[Stage.TOKEN_0], "cache_salt": f"one user's, {way}"}
-    wanted = await cluster.reference(BODIES[Stage.TOKEN_0])
-    strangers = await references(cluster, *STRANGERS)
-    await connect_all(cluster)
-    await cluster.quiet()
-    for prefill, decode in PAIRS:
-        cluster.proxies[prefill].shape(Traffic(**{way: False}), owner=decode)
-    submitted = cluster.submitted()
-    asked = cluster.ask(body)
-    holder, reader = await cluster.at_work("prefill", submitted), await cluster.at_work("decode", submitted)
+    wanted, strangers = await cluster.reference(BODIES[Stage.TOKEN_0]), await references(cluster, *STRANGERS)
 
-    async def on_its_way() -> bool:
-        return cluster.proxies[holder].held[reader, way] > 0
+    async def claimed() -> tuple[dict[str, Any], Asked, str, str]:
+        """A request whose claim is stuck, its holder and its reader."""
+        body = {**BODIES[Stage.TOKEN_0], "cache_salt": secrets.token_hex(8)}
+        await cluster.heal()
+        await connect_all(cluster)
+        await cluster.quiet()
+        for prefill, decode in PAIRS:
+            cluster.proxies[prefill].shape(Traffic(**{way: False}), owner=decode)
+        submitted = cluster.submitted()
+        asked = cluster.ask(body)
+        try:
+            holder, reader = await cluster.at_work("prefill", submitted), await cluster.at_work("decode", submitted)
 
-    await eventually(on_its_way, "bytes between them are held")
+            async def on_its_way() -> bool:
+                return cluster.proxies[holder].held[reader, way] > 0
+
+            await met(on_its_way, "bytes between them are held")
+        except Disturbed:
+            asked.cancel()
+            raise
+        return body, asked, holder, reader
+
+    body, asked, holder, reader = await undisturbed(claimed)
     cluster.freeze(reader)
     for prefill in PREFILL:
         await cluster.proxies[prefill].heal()

@@ -10,7 +10,7 @@ import aiohttp
 
 from faults.client import Answer, Asked
 from faults.processes import DEADLINES, SCALE, START_S, WORKERS, Processes
-from faults.tools import eventually, open_files, total
+from faults.tools import eventually, met, open_files, total
 
 SETTLE_S = DEADLINES.lease_s + 5.0 * SCALE + 1.0  # until nothing is held for anybody; 1 s for a busy machine
 LONG_SUBMISSION = 1000  # bytes; more than short prompts and what keeps a connection alive
@@ -101,7 +101,7 @@ class FaultCluster(Processes):
             news = self.submitted() - before
             return next((name for name in WORKERS if name.startswith(role) and news[name] > LONG_SUBMISSION), None)
 
-        return str(await eventually(one, f"a {role} worker has got a long prompt"))
+        return str(await met(one, f"a {role} worker has got a long prompt"))
 
     async def leftovers(self, *names: str) -> dict[str, float]:
         """Gauges that are not zero."""
@@ -127,8 +127,8 @@ class FaultCluster(Processes):
             raise AssertionError(f"left after {timeout_s:g} s: {left}") from error
 
     def ask(self, body: dict[str, Any], *, direct: bool = False) -> Asked:
-        """A request that hits no prefix of an earlier one."""
-        salted = body | {"cache_salt": secrets.token_hex(8)}
+        """A request that hits no prefix of an earlier one, unless it names a cache_salt of its own."""
+        salted = {"cache_salt": secrets.token_hex(8)} | body
         return Asked(self.direct_url if direct else self.url, {"model": self._model.name, **salted})
 
     async def reference(self, body: dict[str, Any]) -> Answer:

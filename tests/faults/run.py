@@ -26,9 +26,7 @@ from faults.cases import (
 from faults.client import BROKEN, Answer, Asked
 from faults.cluster import FaultCluster
 from faults.proxy import Traffic
-from faults.tools import Disturbed, eventually, undisturbed
-
-MEET_S = 10.0
+from faults.tools import MEET_S, Disturbed, met, undisturbed
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +84,14 @@ async def _run_case(cluster: FaultCluster, case: Case, turn: int) -> Outcome:
 async def _met(cluster: FaultCluster, case: Case, asked: list[Asked], turn: int) -> str:
     """_meet, or Disturbed where the request took another way."""
     try:
-        async with asyncio.timeout(MEET_S):
+        async with asyncio.timeout(2 * MEET_S):
             return await _meet(cluster, case, asked, turn)
-    except TimeoutError:
+    except (TimeoutError, Disturbed) as error:
         for one in asked:
             one.cancel()
+        await cluster.heal()
         await cluster.quiet()
-        raise Disturbed(f"{case.stage} was not met") from None
+        raise Disturbed(f"{case.stage} was not met") from error
 
 
 async def _meet(cluster: FaultCluster, case: Case, asked: list[Asked], turn: int) -> str:
@@ -130,7 +129,7 @@ async def _pulling(cluster: FaultCluster) -> tuple[str, str]:
         moved = (pair for pair in PAIRS if cluster.proxies[pair[0]].moved[pair[1], "down"] > before[pair] + PULL_BYTES)
         return next(moved, None)
 
-    pair: tuple[str, str] = await eventually(one, "a pull is under way")
+    pair: tuple[str, str] = await met(one, "a pull is under way")
     return pair
 
 

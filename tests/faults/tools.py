@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from checkpoints import make_random_checkpoint
 
 T = TypeVar("T")
+MEET_S = 10.0  # for a stage of a request
 
 
 def tiny_model(directory: Path) -> Path:
@@ -46,6 +47,14 @@ def total(text: str, metric: str, **labels: str) -> float:
 
 class Disturbed(AssertionError):
     """What was to be seen was not: on a busy machine a worker may be missed for a moment, fault or no fault."""
+
+
+async def met(condition: Callable[[], Awaitable[Any]], what: str) -> Any:
+    """The condition's first true value; Disturbed if it does not come to that."""
+    try:
+        return await eventually(condition, what, MEET_S)
+    except AssertionError as error:
+        raise Disturbed(str(error)) from error
 
 
 async def undisturbed(work: Callable[[], Awaitable[T]], tries: int = 3) -> T:

@@ -59,7 +59,7 @@ class Clients:
             self._world.violate(f"{asked.request.request_id} has no end after {DEADLINES.request_s + SLACK_S} s")
 
     async def _client(self, router: SimRouter, asked: Asked) -> None:
-        outcome = "left"
+        outcome = "defect"
         try:
             async with aclosing(router.pipeline.generate(asked.generation)) as deltas:
                 async for delta in deltas:
@@ -70,6 +70,11 @@ class Clients:
             outcome = error.code
             if error.code in NEVER:
                 self._world.violate(f"{asked.request.request_id} failed with {error.code}: {error.message}")
+        except asyncio.CancelledError:
+            outcome = "left"
+            raise
+        except Exception as error:
+            self._world.violate(f"{asked.request.request_id} failed with {error!r}, which is no KVRelayError")
         finally:
             self.end_request(asked, outcome)
 
