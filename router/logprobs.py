@@ -71,7 +71,7 @@ class LogprobWriter:
         detokenizer = self._text.detokenizer(skip_special_tokens=False)
         lengths = [len(detokenizer.push([token_id])) for token_id in ids]
         added = sum(lengths) + len(detokenizer.finish()) - len(echo)
-        return [min(max(0, end), len(echo)) for end in accumulate(lengths[:-1], initial=0)]
+        return [min(max(0, end - added), len(echo)) for end in accumulate(lengths[:-1], initial=0)]
 
     def _entry(self, entry: Logprob) -> TopLogprob:
         data = list(self._text.token_bytes(entry.token_id))

@@ -48,7 +48,7 @@ def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
 def _any_of(strings: Sequence[str]) -> str:
     """A pattern that matches the longest of them first. It branches by letters: models have thousands of tokens."""
     tree: dict[str, Any] = {}
-    for text in strings:
+    for text in filter(None, strings):
         node = tree
         for char in text:
             node = node.setdefault(char, {})

@@ -13,9 +13,11 @@ from common.convert import (
     logprob_to_proto,
     params_from_proto,
     params_to_proto,
+    scores_from_proto,
+    scores_to_proto,
     token_to_proto,
 )
-from common.engine.batch import EngineLoad, Logprob, Sample, TokenOutput
+from common.engine.batch import EngineLoad, Logprob, PromptScores, Sample, TokenOutput
 from common.engine.sequence import FinishReason, SamplingParams, Sequence
 from common.errors import BY_CODE, InvalidRequest, KVRelayError, Overloaded
 from common.rpc import types_pb2
@@ -43,6 +45,8 @@ params = st.builds(
     logprobs=st.none() | uint32,
     stop_token_ids=st.lists(uint32, max_size=3).map(tuple),
     ignore_eos=st.booleans(),
+    bad_words=st.lists(st.lists(uint32, max_size=3).map(tuple), max_size=3).map(tuple),
+    prompt_logprobs=st.none() | uint32,
 )
 
 
@@ -81,7 +85,8 @@ def test_params_come_out_as_they_went_in(sent):
 def test_every_field_of_the_params_is_carried():
     defaults = SamplingParams()
     changed = SamplingParams(
-        2, 1, 0.5, 0.25, 3, 0.125, 0.75, -0.5, 1.5, 2**64 - 1, ((1, -1.0),), 0, (7,), True
+        2, 1, 0.5, 0.25, 3, 0.125, 0.75, -0.5, 1.5, 2**64 - 1, ((1, -1.0),), 0, (7,), True,
+        ((3,), (4, 5)), 2,
     )  # fmt: skip
     for name in SamplingParams.__slots__:
         assert getattr(changed, name) != getattr(defaults, name), f"{name} is not tested"
@@ -100,6 +105,13 @@ def test_a_count_that_the_wire_cannot_carry_is_refused_by_name(name, value):
     with pytest.raises(InvalidRequest) as caught:
         params_to_proto(SamplingParams(**{name: value}))
     assert caught.value.field == name
+
+
+@given(uint32, st.lists(st.lists(logprobs, max_size=3).map(tuple), max_size=3).map(tuple))
+def test_scores_come_out_as_they_went_in(first, sent):
+    key = types_pb2.AttemptKey(request_id="r", attempt=2)
+    message = wired(scores_to_proto(PromptScores(SEQUENCE, first, sent), key))
+    assert (message.key, message.first, scores_from_proto(message)) == (key, first, list(sent))
 
 
 @given(logprobs)

@@ -56,6 +56,11 @@ def test_every_schema_is_a_schema_and_every_reference_leads_somewhere() -> None:
             assert one["$ref"].removeprefix("#/components/schemas/") in DOCUMENT["components"]["schemas"]
 
 
+@pytest.mark.parametrize(("kind", "models"), [("ChatRequest", [MODEL]), ("TokenizeRequest", [MODEL, None])])
+def test_the_served_model_is_named(kind: str, models: list[str | None]) -> None:
+    assert DOCUMENT["components"]["schemas"][kind]["properties"]["model"] == {"enum": models}
+
+
 async def test_every_route_is_described_and_nothing_else(text: TextModel) -> None:
     async with serve(text) as served:
         _, document = await served.get("/openapi.json")

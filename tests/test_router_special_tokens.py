@@ -1,6 +1,7 @@
 """Special tokens count where the template writes them and nowhere else; all text stays."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from tiny_text import BARE, CHATML, SPECIAL, TRIMMED, byte_level, model_directory, phi_like, user
 from tokenizers import Tokenizer
 
+from router.special_tokens import _any_of
 from router.text import TextModel
 
 ATTACKS = (
@@ -133,3 +135,18 @@ def test_private_use_characters_are_text_like_any_other(model: TextModel) -> Non
     decoder = model.detokenizer(skip_special_tokens=False)
     ids = model.encode_chat(user(text))
     assert text in decoder.push(ids) + decoder.finish()
+
+
+@given(tokens=st.lists(st.text("ab<", max_size=4), max_size=8), text=st.text("ab<c", max_size=20))
+def test_the_longest_token_is_found_at_each_place(tokens: list[str], text: str) -> None:
+    plain = "|".join(sorted(map(re.escape, filter(None, tokens)), key=len, reverse=True)) or "(?!)"
+    assert re.findall(_any_of(tokens), text) == re.findall(plain, text)
+
+
+def test_thousands_of_special_tokens_are_no_burden(tmp_path: Path) -> None:
+    """A pattern that tried one after the other at each place would try hundreds of millions here."""
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens([f"<unused{number}>" for number in range(6000)])
+    model = TextModel.load(model_directory(tmp_path, tokenizer=tokenizer, config={"vocab_size": 10_000}))
+    text = "<div>hello</div>" * 50_000 + "<unused7>"
+    assert max(model.encode_chat(user(text))) < 500

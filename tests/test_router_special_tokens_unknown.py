@@ -31,6 +31,8 @@ PIECES = (
     "\N{GRINNING FACE}",
     "<t>",
     "|><",
+    "\\udbff\\udffd",  # as JSON may write a stand-in
+    "\U0010fffd",
 )
 REPEATED = "{% for m in messages %}{{ m.content }}{{ m.content[1:] }}{{ m.content | trim | list | join }}{% endfor %}"
 QUOTED = "{{ messages | tojson }}{% for m in messages %}{{ m | tojson(ensure_ascii=true) }}{% endfor %}"

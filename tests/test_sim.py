@@ -11,7 +11,7 @@ TESTS = Path(__file__).parent
 SCHEDULES = 10_000
 
 
-def run_sim(*arguments: str, timeout_s: float = 600.0, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_sim(*arguments: str, timeout_s: float = 900.0, **environment: str) -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join((str(TESTS.parent), str(TESTS)))
     return subprocess.run(
         [sys.executable, "-m", "sim", *arguments],

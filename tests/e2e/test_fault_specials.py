@@ -23,6 +23,7 @@ pytest_plugins = ("faults.fixtures",)
 PREFILL, DECODE = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
 STREAM = BODIES[Stage.STREAM]
 LONG_STREAM = STREAM | {"max_tokens": 800}  # takes longer than a router that is gone is missed
+CONNECT = {"prompt": LONG_PROMPT, "max_tokens": 2, **GREEDY}  # several: decode workers get to know their holders
 STRANGERS = [{"prompt": f"{index} Somebody else's secret. " * 50, "max_tokens": 4, **GREEDY} for index in range(8)]
 
 
@@ -47,29 +48,21 @@ async def have_survived(cluster: FaultCluster, asked: list[Asked]) -> list[int]:
     return [one.report["attempts"] for one in asked]
 
 
-async def connect_all(cluster: FaultCluster) -> None:
-    """Every decode worker has had KV of every prefill worker."""
-    body = {"prompt": LONG_PROMPT, "max_tokens": 2, **GREEDY}
-
-    async def connected() -> bool:
-        await cluster.ask(body).answer()
-        return all(cluster.proxies[prefill].links(decode) for prefill, decode in PAIRS)
-
-    await eventually(connected, "every decode worker knows every prefill worker")
-
-
 @pytest.mark.parametrize("way", ["up", "down"])
 async def test_a_reader_that_wakes_after_its_lease_answers_with_nobody_elses_kv(
     cluster: FaultCluster, way: str
 ) -> None:
-    """Stopped while its claim (up), or the holder's answer to it (down), is on the way; then the pool gets other KV."""
+    """Stopped while its claim (up), or the holder's answer to it (down), is on the way; then the pool gets other KV.
+
+    Where the two have just met, it is the handshake before the claim.
+    """
     wanted, strangers = await cluster.reference(BODIES[Stage.TOKEN_0]), await references(cluster, *STRANGERS)
 
     async def claimed() -> tuple[dict[str, Any], Asked, str, str]:
         """A request whose claim is stuck, its holder and its reader."""
         body = {**BODIES[Stage.TOKEN_0], "cache_salt": secrets.token_hex(8)}
         await cluster.heal()
-        await connect_all(cluster)
+        await answers(cluster, *[CONNECT] * 4)
         await cluster.quiet()
         for prefill, decode in PAIRS:
             cluster.proxies[prefill].shape(Traffic(**{way: False}), owner=decode)

@@ -47,8 +47,11 @@ def run_many(start: int, count: int, jobs: int) -> Iterator[tuple[int, Counter[s
     starts = range(start, start + count, CHUNK)
     stops = [min(begin + CHUNK, start + count) for begin in starts]
     with ProcessPoolExecutor(jobs, initializer=_begin) as pool:
-        for begin, stop, (counts, failed) in zip(starts, stops, pool.map(run_range, starts, stops), strict=True):
-            yield stop - begin, counts, failed
+        try:
+            for begin, stop, (counts, failed) in zip(starts, stops, pool.map(run_range, starts, stops), strict=True):
+                yield stop - begin, counts, failed
+        finally:  # who has seen enough does not wait for the rest
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def show(result: Result) -> None:
