@@ -12,6 +12,7 @@ import asyncio
 import json
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -55,6 +56,7 @@ class Soak:
         self._deadlines = Deadlines().scaled(options.deadline_scale)
         self._templates: list[Template] = []
         self._references: dict[str, Answer] = {}
+        self._pids: dict[str, set[int]] = defaultdict(set)  # of each process, in all its lives
 
     async def run(self) -> dict[str, Any]:
         """All figures; `off` names what is not as it has to be."""
@@ -82,6 +84,7 @@ class Soak:
                 raise end
         not_well = await faults.settled(SETTLE_S)
         left = await self._processes.at_rest(self._deadlines.lease_s + REST_S)
+        self._count_lives()
         return self._result(tally, faults, before, left, not_well)
 
     def _result(
@@ -91,6 +94,7 @@ class Soak:
         leaked = leaks(left) | {"bytes": self._processes.orphaned_bytes()}
         grown, slopes = growth(before, after), tally.slopes()
         router = slopes.get("router")
+        died = sum(len(pids) - 1 for pids in self._pids.values()) - faults.ended
         off = [f"{name}: {value:g}" for name, value in leaked.items() if value]
         off += [f"{name}: {tally.ends[name]}" for name in ("hung", "failed") if tally.ends[name]]
         off += [f"wrong: {tally.wrong}"] if tally.wrong else []
@@ -101,6 +105,8 @@ class Soak:
             for name, count in grown[what].items()
             if count > most
         ]
+        off += faults.bad_drains
+        off += [f"ended without being asked: {died} processes"] if died > 0 else []
         off += (
             [f"the router grows by {router} MB for 1,000 requests"] if (router or 0) > self._options.rss_slope else []
         )
@@ -171,6 +177,7 @@ class Soak:
         """Remembers memory, and tells the progress."""
         began = told = time.perf_counter()
         while True:
+            self._count_lives()
             await asyncio.sleep(SAMPLE_S)
             lives = {(name, self._cluster.children[name].pid): used for name, used in self._processes.usage().items()}
             tally.remember(lives)
@@ -178,6 +185,12 @@ class Soak:
                 told = now
                 ends = ", ".join(f"{count} {end}" for end, count in tally.ends.most_common())
                 note(f"{now - began:.0f} s: {ends}; wrong {tally.wrong}, faults {faults.counts.total()}")
+
+    def _count_lives(self) -> None:
+        """One that can't even start does not count: Redis may be away, and the next try comes by itself."""
+        for name, child in self._cluster.children.items():
+            if child.ready.done():
+                self._pids[name].add(child.pid)
 
     async def _is_well(self, name: str) -> bool:
         child = self._cluster.children[name]

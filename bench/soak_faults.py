@@ -42,6 +42,7 @@ class Faults:
         """`is_well` says whether a process serves; pauses are random, `every_s` on average."""
         self.counts: Counter[str] = Counter()
         self.recovery_s: dict[str, list[float]] = defaultdict(list)  # from the blow to being well again
+        self.bad_drains: list[str] = []  # how those ended that were asked to and did not do it well
         self._cluster = cluster
         self._is_well = is_well
         self._numbers = numbers
@@ -63,6 +64,11 @@ class Faults:
                 victim = self._numbers.choice(victims)
                 self.counts[fault] += 1
                 self._struck[victim] = asyncio.create_task(self._strike(fault, victim))
+
+    @property
+    def ended(self) -> int:
+        """Processes that have ended, or will, because of this."""
+        return sum(self.counts[fault] for fault in SIGNALS)
 
     def victims(self, fault: Fault) -> list[str]:
         """Who may be struck now."""
@@ -95,6 +101,8 @@ class Faults:
             child.signal(number)
             while self._cluster.children[victim] is child:
                 await asyncio.sleep(LOOK_S)
+            if fault is Fault.DRAIN and child.exited.result():
+                self.bad_drains.append(child.obituary())
         else:
             child.signal(signal.SIGSTOP)
             try:

@@ -18,8 +18,10 @@ PER_UNIT_OF_INPUT = 64  # times that a template may pass over the conversation
 MOST = 50_000_000  # units, whatever the conversation: some seconds
 CHARS_A_UNIT = 4
 MAX_BITS = 4096  # of an integer
+MAX_DEPTH = 100  # of values in values
 MAX_PADDING = 999  # characters that a formatting width, a precision or an indent may make up
 
+ENOUGH = "it asks for more work than a conversation can need"
 ATOMS = frozenset((int, float, bool, type(None)))
 PLAIN = ATOMS | {str, dict, list, tuple}  # looking at a type is quicker than asking whether it is an Iterator
 
@@ -58,7 +60,7 @@ def charge(units: int) -> None:
     budget = _current.get()
     budget.left -= units
     if budget.left < 0:
-        raise TooMuchWork("it asks for more work than a conversation can need")
+        raise TooMuchWork(ENOUGH)
 
 
 def charge_text(chars: int) -> None:
@@ -72,23 +74,30 @@ def step(value: Value) -> Value:
 
 
 def charge_deep(value: Value) -> Value:
-    """For work on all that a value holds, however deep: a list that holds another one twice counts it twice."""
+    """For work on all that a value holds, however deep: a list that holds another one twice counts it twice.
+
+    What is too deep is refused: Python's own recursion over it has no limit everywhere.
+    """
     budget = _current.get()
     left = budget.left
-    rest: list[Any] = [value]
-    while rest:
-        item = rest.pop()
-        left -= 1
-        if type(item) is str:
-            left -= len(item) // CHARS_A_UNIT
-        elif type(item) not in ATOMS:
-            if isinstance(item, range):
+    outer: list[Iterator[Any]] = [iter((value,))]
+    while outer:
+        for item in outer[-1]:
+            left -= 1
+            if type(item) is str:
+                left -= len(item) // CHARS_A_UNIT
+            elif type(item) is range:
                 left -= len(item)
-            else:
-                rest.extend(_inside(item))
-        if left < 0:
-            budget.left = left
-            charge(0)
+            elif type(item) not in ATOMS:
+                outer.append(iter(_inside(item)))
+                break
+            if left < 0:
+                break
+        else:
+            outer.pop()
+        if left < 0 or len(outer) > MAX_DEPTH:
+            budget.left = min(left, 0)
+            raise TooMuchWork(ENOUGH if left < 0 else f"it nests values more than {MAX_DEPTH} deep")
     budget.left = left
     return value
 
@@ -128,6 +137,11 @@ def charge_shallow(value: Value) -> Value:
 def counted(value: Any) -> Any:
     """An iterator of unknown length charges as it goes."""
     return map(step, value) if type(value) not in PLAIN and isinstance(value, Iterator) else value
+
+
+def held(value: Any) -> Any:
+    """With its items at hand, where they only come one by one."""
+    return list(counted(value)) if isinstance(value, Iterator) else value
 
 
 def joined(pieces: Iterable[str]) -> str:

@@ -19,6 +19,7 @@ from router.template_budget import (
     charge_shallow,
     charge_text,
     counted,
+    held,
     joined,
     narrow,
     step,
@@ -143,14 +144,15 @@ def _format(value: str, *args: Any, **kwargs: Any) -> str:
 
 def _charged(function: Any, charge_value: Callable[[Any], Any]) -> Callable[..., Any]:
     """A filter or test that charges for what it is given and, where it is a text, for what it gives."""
+    take = held if charge_value is charge_deep else counted  # what looks into items needs them all
     skipped = 1 if hasattr(function, "jinja_pass_arg") else 0  # context or environment comes first
 
     @wraps(function)
     def charged(*args: Any, **kwargs: Any) -> Any:
         charge(1)
         if len(args) > skipped:
-            charge_value(args[skipped])
-            args = (*args[:skipped], counted(args[skipped]), *args[skipped + 1 :])
+            value = charge_value(take(args[skipped]))
+            args = (*args[:skipped], value, *args[skipped + 1 :])
         if len(args) > skipped + 1 or kwargs:
             charge_deep((args[skipped + 1 :], kwargs))
         result = function(*args, **kwargs)

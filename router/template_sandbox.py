@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from router.template_budget import charge, charge_deep, charge_product, charge_shallow, charge_text, counted, joined
+from router.template_budget import charge, charge_deep, charge_product, charge_shallow, charge_text, held, joined
 from router.template_calls import CONCATENATED, SPREAD, TURN, WEIGHED, call_method, check_format, filters, tests
 
 MAX_TIME_FORMAT = 256  # characters
@@ -133,8 +133,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(owner, LoopContext):  # loop.cycle, loop.changed
             charge_deep(args)
         elif id(__obj) in __self._functions:
-            charge_shallow(args)
-            args = tuple(counted(charge_shallow(value)) for value in args)
+            args = charge_deep(tuple(map(held, args)))
         elif not isinstance(__obj, Macro | LoopContext | BlockReference | Undefined | _Format):
             raise SecurityError(f"a chat template must not call {type(__obj).__name__} objects")
         return super().call(__context, __obj, *args, **kwargs)

@@ -10,6 +10,9 @@ def doubled(start: str, step: str, use: str) -> str:
 
 TWICE = doubled("[1]", "[ns.x, ns.x]", "USE")  # small in memory, endless for whoever walks through it
 PAIRS = doubled("(1,)", "(ns.x, ns.x)", "USE")
+DEEP = (  # as deep as the budget allows
+    "{% set ns = namespace(x=()) %}{% for _ in range(6000) %}{% set ns.x = (ns.x,) %}{% endfor %}USE"
+)
 BIG = "{% set big = 'ab' * 100000 %}"
 TURNS = "{% for i in range(99999) %}{% for j in range(99999) %}USE{% endfor %}{% endfor %}"
 
@@ -87,6 +90,18 @@ TOO_MUCH = {
     "hashed nest as a key": PAIRS.replace("USE", "{% set d = {ns.x: 1} %}"),
     "hashed nest in get": PAIRS.replace("USE", "{{ {}.get(ns.x) }}"),
     "hashed nest in unique": PAIRS.replace("USE", "{{ [ns.x, ns.x] | unique | list }}"),
+    "deep tuple as a key": DEEP.replace("USE", "{{ {}[ns.x] }}"),
+    "deep tuple in dict": DEEP.replace("USE", "{{ dict([(ns.x, 1)]) }}"),
+    "deep tuple in dict, one by one": DEEP.replace("USE", "{{ dict([(ns.x, 1)] | select) }}"),
+    "deep tuple in get": DEEP.replace("USE", "{{ {}.get(ns.x) }}"),
+    "deep tuple in unique": DEEP.replace("USE", "{{ [ns.x] | unique | list }}"),
+    "deep tuple in unique, one by one": DEEP.replace("USE", "{{ [ns.x] | select | unique | list }}"),
+    "deep tuple sought": DEEP.replace("USE", "{{ ns.x in {} }}"),
+    "deep tuple sought by select": DEEP.replace("USE", "{{ [ns.x] | select('in', {}) | list }}"),
+    "deep tuple grouped": DEEP.replace("USE", "{{ [ns.x] | select | groupby(0) }}"),
+    "deep list": DEEP.replace("(ns.x,)", "[ns.x]").replace("USE", "{{ ns.x }}"),
+    "nest sorted, one by one": TWICE.replace("USE", "{{ [ns.x, [ns.x[0], 2]] | select | sort }}"),
+    "nest in max, one by one": TWICE.replace("USE", "{{ [ns.x, [ns.x[0], 2]] | select | max }}"),
     "namespace in itself": "{% set ns = namespace(x=1) %}{% set ns.x = ns %}{{ ns }}",
     "messages, again and again": TURNS.replace("USE", "{% for m in messages %}{{ m | tojson }}{% endfor %}"),
 }  # fmt: skip

@@ -18,6 +18,7 @@ from common.config import Bytes
 class FakeFaults:
     def __init__(self):
         self.counts, self.recovery_s = Counter({"kill": 2}), {"kill": [1.0, 3.0]}
+        self.ended, self.bad_drains = 2, []
 
 
 class FakeProcesses:
@@ -31,7 +32,7 @@ class FakeProcesses:
         return self._orphaned
 
 
-def result(*, ends=None, wrong=0, mb_per_1000=0.0, left=None, not_well=(), open_files=20, orphaned=0):
+def result(*, ends=None, wrong=0, mb_per_1000=0.0, left=None, not_well=(), open_files=20, orphaned=0, lives=2):
     """What a soak says that has seen this."""
     tally = Tally({}, wrong=wrong)
     for number in range(1000):
@@ -40,6 +41,7 @@ def result(*, ends=None, wrong=0, mb_per_1000=0.0, left=None, not_well=(), open_
         tally.memory["router", 1].append((number / 1e3, usage.anonymous_mb))
     tally.ends.update(ends or {})
     made = Soak(SoakOptions(rss_slope=2.0), None, None, FakeProcesses(open_files, orphaned))
+    made._pids |= {"router": {1}, "decode-0": set(range(2, 2 + lives)), "decode-1": {20, 21}}
     return made._result(tally, FakeFaults(), FakeProcesses().usage(), left or {}, list(not_well))
 
 
@@ -62,6 +64,7 @@ def test_a_good_soak_has_nothing_off():
         ({"left": {"router something_new": 1.0}}, "something_new: 1"),
         ({"orphaned": 4096}, "bytes: 4096"),
         ({"not_well": ["decode-1"]}, "not well again: decode-1"),
+        ({"lives": 3}, "ended without being asked: 1 processes"),
         ({"open_files": 29}, "router has 1 open_files too many"),
         ({"mb_per_1000": 2.1}, "the router grows by 2.1 MB for 1,000 requests"),
     ],

@@ -19,17 +19,19 @@ class FakeChild:
 
     def __init__(self, cluster, name):
         self.cluster, self.name = cluster, name
-        self.signals = []
+        self.exited = SimpleNamespace(result=lambda: cluster.exit_status)
+
+    def obituary(self):
+        return f"{self.name} died"
 
     def signal(self, number):
-        self.signals.append(number)
         self.cluster.log.append((self.name, number))
         if number in (signal.SIGKILL, signal.SIGTERM):
             self.cluster.children[self.name] = FakeChild(self.cluster, self.name)
 
 
-def make_cluster(*names):
-    cluster = SimpleNamespace(children={}, log=[])
+def make_cluster(*names, exit_status=0):
+    cluster = SimpleNamespace(children={}, log=[], exit_status=exit_status)
     cluster.children.update({name: FakeChild(cluster, name) for name in names})
     return cluster
 
@@ -79,6 +81,9 @@ async def test_every_fault_comes_and_is_recovered_from():
     assert await faults.settled(5.0) == []
     assert set(faults.counts) == set(Fault)
     assert {name: len(values) for name, values in faults.recovery_s.items()} == dict(faults.counts)
+    assert faults.bad_drains == []
+    ends = [number for _, number in cluster.log if number in (signal.SIGKILL, signal.SIGTERM)]
+    assert faults.ended == len(ends)
     for name in FULL:
         sent = [number for who, number in cluster.log if who == name]
         assert sent.count(signal.SIGSTOP) == sent.count(signal.SIGCONT)
@@ -101,3 +106,11 @@ async def test_a_freeze_that_is_interrupted_thaws():
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert cluster.log == [("decode-0", signal.SIGSTOP), ("decode-0", signal.SIGCONT)]
+
+
+@pytest.mark.parametrize(("status", "told"), [(0, []), (1, ["decode-0 died"]), (-9, ["decode-0 died"])])
+async def test_a_drain_that_does_not_end_well_is_told(status, told):
+    faults = make_faults(make_cluster(*FULL, exit_status=status))
+    await faults._strike(Fault.DRAIN, "decode-0")
+    await faults._strike(Fault.KILL, "decode-1")
+    assert faults.bad_drains == told

@@ -1,6 +1,5 @@
 """Tokenizers of the kinds that models come with, trained on a few sentences: all of them have what tests attack."""
 
-import json
 from collections.abc import Callable
 
 from tiny_text import CORPUS, byte_level, phi_like, sentencepiece_like, special_token
@@ -84,8 +83,3 @@ def with_pieces(tokenizer: Tokenizer, *texts: str) -> Tokenizer:
     copy = Tokenizer.from_str(tokenizer.to_str())
     copy.add_tokens(list(texts))
     return copy
-
-
-def raw(tokenizer: Tokenizer) -> dict[str, object]:
-    data: dict[str, object] = json.loads(tokenizer.to_str())
-    return data

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+OWNER_TRIES = 10
 CHUNK = 64 * 2**10
 TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))  # gRPC's sockets are in the second
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close with RST
@@ -111,11 +112,10 @@ class Proxy:
         assert task is not None
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        pids = self._pids()
-        link = Link(owner_of(writer.get_extra_info("peername")[1], pids) if pids else "", [writer])
+        link = Link(await self._owner(writer.get_extra_info("peername")[1]), [writer])
         self._links.add(link)
         try:
-            await self._gate(link, "up", 0)
+            await self._gate(link, "up", 1)  # a connection that waits counts as a byte
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target_port, limit=CHUNK)
             link.writers.append(far_writer)
             await self._both(link, (reader, far_writer, "up"), (far_reader, writer, "down"))
@@ -124,6 +124,15 @@ class Proxy:
         finally:
             self._links.discard(link)
             link.reset()
+
+    async def _owner(self, port: int) -> str:
+        """Asks again where nobody is found: the kernel's table may change while it is read."""
+        for _ in range(OWNER_TRIES):
+            pids = self._pids()
+            if not pids or (owner := owner_of(port, pids)):
+                return owner if pids else ""
+            await asyncio.sleep(0.002)
+        return ""
 
     async def _both(self, link: Link, *ways: tuple[asyncio.StreamReader, asyncio.StreamWriter, str]) -> None:
         pumps = [asyncio.create_task(self._pump(link, *way)) for way in ways]
