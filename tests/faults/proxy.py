@@ -128,9 +128,9 @@ class Proxy:
     async def _owner(self, port: int) -> str:
         """Asks again where nobody is found: the kernel's table may change while it is read."""
         for _ in range(OWNER_TRIES):
-            pids = self._pids()
-            if not pids or (owner := owner_of(port, pids)):
-                return owner if pids else ""
+            owner = owner_of(port, self._pids())
+            if owner or not self._pids():
+                return owner
             await asyncio.sleep(0.002)
         return ""
 
@@ -179,6 +179,8 @@ class Proxy:
 
 def owner_of(port: int, pids: Mapping[str, int]) -> str:
     """Which of these processes has the socket at this local port, by Linux's tables; "" for none."""
+    if not pids:
+        return ""
     wanted = f":{port:04X}"
     lines = [line for table in TABLES for line in table.read_text().splitlines()[1:]]
     inode = next((row[9] for row in map(str.split, lines) if row[1].endswith(wanted)), None)
