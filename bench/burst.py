@@ -27,6 +27,7 @@ from common.errors import Unavailable
 SAMPLE_S = 0.1
 REST_S = 5.0  # beyond the lease
 HUNG = "TimeoutError"
+SHOWN = 3  # kinds of errors
 COLUMNS = (
     *("capacity", "requests", "answered", "refused", "failed", "hung", "tpot_ms_before", "tpot_ms_burst"),
     *("tpot_ratio", "ttft_ms_burst_p99", "tokens_per_s_before", "tokens_per_s_after", "router_rss_mb_grown", "runs"),
@@ -60,6 +61,8 @@ class Burst:
         good = [one for one in burst if one.ok]
         refused = [one for one in burst if one.error.startswith(("429", "503"))]
         hung = [one for one in burst if one.error.startswith(HUNG)]
+        for error in sorted({one.error for one in burst if one.error and one not in refused})[:SHOWN]:
+            note(f"a request failed: {error}")
         tpot = {name: tpot_ms(some) for name, some in (("before", before), ("burst", good), ("after", after))}
         return {
             "requests": len(burst),

@@ -10,7 +10,7 @@ from common.errors import InvalidRequest, ModelError
 from router.template_budget import TooMuchWork, budget_for
 from router.template_sandbox import TemplateEnvironment
 
-MAX_TEMPLATE_CHARS = 2**20
+MAX_TEMPLATE_CHARS = 2**18
 MAX_REASON_CHARS = 300
 # What a template raises when messages are not as it wants them: its own errors, and Python's on odd types.
 REFUSALS = (*(jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError),)

@@ -78,6 +78,9 @@ def charge_deep(value: Value) -> Value:
 
     What is too deep is refused: Python's own recursion over it has no limit everywhere.
     """
+    if isinstance(value, str):
+        charge_text(len(value))
+        return value
     budget = _current.get()
     left = budget.left
     outer: list[Iterator[Any]] = [iter((value,))]
@@ -103,11 +106,13 @@ def charge_deep(value: Value) -> Value:
 
 
 def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, list | tuple):
+        return value
     if isinstance(value, str):  # a subclass
         return (str(value),)
     if isinstance(value, Namespace):
         return (value._Namespace__attrs,)
-    if isinstance(value, Mapping):
+    if isinstance(value, dict | Mapping):
         return (*value.keys(), *value.values())
     return value if isinstance(value, Collection) else ()
 
