@@ -18,7 +18,7 @@ from common.deadlines import Deadlines
 from common.errors import NoWorker, Overloaded
 from router.generation import GenerationRequest
 
-AHEAD = 1.25  # times the decode pool's room is given out: prompts are computed while earlier answers end
+AHEAD = 1.0  # times the decode pool's room is given out; more would wait for a place after its first token
 FIRST_GUESS = 128.0  # tokens of an answer, before any has ended
 LEARNING = 0.05  # weight of the newest answer's length
 WINDOW = 32  # ends that the rate is taken from
@@ -130,12 +130,16 @@ class Gate:
         self._check_queue(sum(other.place < waiter.place for other in self._queue))
         insort(self._queue, waiter, key=lambda one: one.place)
         self.poll()  # it may go before those who have to wait
-        deadline = self._clock() + self._deadlines.router_queue_s
+        began = self._clock()
         try:
             while not waiter.granted.done():
-                left = deadline - self._clock()
-                if left <= 0:
-                    raise self._refusal(self._queue.index(waiter))
+                waited = self._clock() - began
+                left = self._deadlines.router_queue_s - waited
+                ahead = self._queue.index(waiter)
+                # the rate shows itself while one waits; after the first keep-alive a refusal is no status any more
+                hopeless = waited < self._deadlines.keepalive_s and self._wait_s(ahead) > left
+                if left <= 0 or hopeless:
+                    raise self._refusal(ahead)
                 # room comes from elsewhere, too: workers join, other routers' requests end
                 await asyncio.wait({waiter.granted}, timeout=min(left, self._deadlines.heartbeat_s))
                 self.poll()

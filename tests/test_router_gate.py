@@ -13,7 +13,7 @@ from common.deadlines import Deadlines
 from common.engine.sequence import SamplingParams
 from common.errors import NoWorker, Overloaded
 from common.tasks import end
-from router.gate import AHEAD, FIRST_GUESS, Gate, Room
+from router.gate import FIRST_GUESS, Gate, Room
 from router.generation import GenerationRequest
 
 QUICK = Deadlines(heartbeat_s=0.01, router_queue_s=60.0)
@@ -72,23 +72,23 @@ async def turns(count: int = 6) -> None:
         await asyncio.sleep(0)
 
 
-async def test_requests_enter_until_the_pool_and_a_little_more_is_given_out(place: Place) -> None:
-    for index in range(7):
+async def test_requests_enter_until_the_pool_is_given_out(place: Place) -> None:
+    for index in range(6):
         await place.come(str(index))
-    assert place.log == [str(index) for index in range(int(4 * AHEAD))]
+    assert place.log == ["0", "1", "2", "3"]
     await place.go("2")
-    assert place.log[5:] == ["5"]
+    assert place.log[4:] == ["4"]
     assert place.gate.num_waiting == 1
 
 
 async def test_the_order_is_that_of_priority_and_then_of_arrival(place: Place) -> None:
-    for index in range(5):
+    for index in range(4):
         await place.come(str(index))
     for name, priority in (("late", 1), ("first", -1), ("a", 0), ("b", 0)):
         await place.come(name, priority=priority)
     for index in range(4):
         await place.go(str(index))
-    assert place.log[5:] == ["first", "a", "b", "late"]
+    assert place.log[4:] == ["first", "a", "b", "late"]
 
 
 async def test_blocks_are_what_prompt_and_expected_answers_take(place: Place) -> None:
@@ -162,6 +162,23 @@ async def test_who_would_wait_for_longer_than_the_deadline_is_refused_at_once(pl
     with pytest.raises(Overloaded) as refusal:
         await (await place.come("10"))
     assert refusal.value.retry_after_s == pytest.approx(10.0)
+
+
+async def test_who_turns_out_to_wait_for_too_long_is_refused_while_that_is_still_a_status(place: Place) -> None:
+    """Ten come at once, when nothing is known; one ends every four seconds, so the last would wait for more."""
+    place.capacity = Room(1, 1000)
+    waiting = [await place.come(str(index)) for index in range(20)]
+    for index in range(2):
+        place.now += 4.0
+        await place.go(str(index))
+    async with asyncio.timeout(5):
+        while place.gate.num_waiting == 18:
+            await asyncio.sleep(0.005)
+    refused = [index for index, task in enumerate(waiting) if task.done() and task.exception()]
+    assert refused == list(range(16, 20))  # behind 13 and more, with 52 s left
+    place.now += 4.0  # past the keep-alive: who waits now waits on, however slow it gets
+    await asyncio.sleep(0.1)
+    assert place.gate.num_waiting == 13
 
 
 async def test_an_outage_does_not_refuse_who_comes_after_it(place: Place) -> None:
