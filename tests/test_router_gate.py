@@ -165,7 +165,7 @@ async def test_who_would_wait_for_longer_than_the_deadline_is_refused_at_once(pl
 
 
 async def test_who_turns_out_to_wait_for_too_long_is_refused_while_that_is_still_a_status(place: Place) -> None:
-    """Twenty come at once, when nothing is known; one ends every four seconds, so the last would wait for more than a minute."""
+    """Twenty come at once, when nothing is known; one ends every four seconds: the last would wait a minute."""
     place.capacity = Room(1, 1000)
     waiting = [await place.come(str(index)) for index in range(20)]
     for index in range(2):
