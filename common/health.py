@@ -50,7 +50,7 @@ class Health:
     def look(self, load: EngineLoad) -> bool:
         """Judges by the load as it is now, to be called every heartbeat; True when `stuck` has changed."""
         before, now = self.stuck, self._clock()
-        if not load.running or load.steps != self._steps:
+        if not load.running or load.blocked or load.steps != self._steps:
             self._steps, self._since = load.steps, now
         self.stuck = now - self._since > self.limit_s
         return self.stuck != before

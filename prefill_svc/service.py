@@ -80,7 +80,8 @@ class PrefillService:
 
     async def serve(self, submission: types_pb2.Submission, session: Session, key: str) -> None:
         """One attempt, from its tokens to FirstTokens; whatever ends it, the engine and the pool forget it."""
-        self._check_room()
+        if not any(fork.output_ids for fork in submission.forks):  # an answer that is out already is never refused
+            self._check_room()
         sequence, *others = sequences_of(
             submission,
             key=key,

@@ -48,7 +48,5 @@ class Answer:
         )
 
     def _check_stops(self, text: str) -> tuple[str, str | None]:
-        """What can go out, and the stop string met; as in vLLM, none is looked for in the first min_tokens tokens."""
-        if len(self.output_ids) <= self._request.params.min_tokens:
-            return text, None
-        return self._stops.push(text)
+        """What can go out, and the stop string met; as in vLLM, none that ends in the first min_tokens tokens."""
+        return self._stops.push(text, armed=len(self.output_ids) > self._request.params.min_tokens)

@@ -32,8 +32,9 @@ COUNTED = {"prefill": ("accepted",), "decode": ("admitted", "tokens")}
 class AttemptStream:
     """The events of one attempt, in order."""
 
-    def __init__(self, client: "WorkerClient", charged_tokens: int) -> None:
+    def __init__(self, client: "WorkerClient", charged_tokens: int, num_forks: int) -> None:
         self.client = client
+        self.num_forks = num_forks  # that are not finished
         self.events: asyncio.Queue[tuple[str, Any] | KVRelayError] = asyncio.Queue()
         self.charged_tokens = charged_tokens  # until the worker's own load counts them
         self.ended = False  # the worker has nothing more of it: no abort is needed
@@ -93,6 +94,11 @@ class WorkerClient:
         return len(self._attempts)
 
     @property
+    def num_forks(self) -> int:
+        """Forks of these attempts that are not finished."""
+        return sum(stream.num_forks for stream in self._attempts.values())
+
+    @property
     def charged_tokens(self) -> int:
         """Tokens of attempts that its load does not count yet."""
         return sum(stream.charged_tokens for stream in self._attempts.values())
@@ -107,11 +113,13 @@ class WorkerClient:
         return self._clock() - self._progress_s
 
     @contextmanager
-    def attempt(self, key: types_pb2.AttemptKey, command: Any, charged_tokens: int) -> Iterator[AttemptStream]:
+    def attempt(
+        self, key: types_pb2.AttemptKey, command: Any, charged_tokens: int, num_forks: int = 1
+    ) -> Iterator[AttemptStream]:
         """Submits, and aborts at the end unless the worker has ended it. Raises WorkerLost when not connected."""
         if not self.connected:
             raise WorkerLost(f"worker {self.record.worker_id} is not connected")
-        stream = AttemptStream(self, charged_tokens)
+        stream = AttemptStream(self, charged_tokens, num_forks)
         name = (key.request_id, key.attempt)
         self._attempts[name] = stream
         self._outgoing.put_nowait(command)
@@ -123,7 +131,6 @@ class WorkerClient:
                 self._drop(stream.events.get_nowait())
             if not stream.ended:
                 self.abort(key)
-            self._on_change()
 
     def abort(self, key: types_pb2.AttemptKey, forks: tuple[int, ...] = ()) -> None:
         """Ends an attempt, or some of its forks; ordered after its submit."""

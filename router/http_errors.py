@@ -30,14 +30,13 @@ def errors_as_json(metrics: RouterMetrics) -> Middleware:
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("X-Request-Id", "")
-        request_id.set(given if USABLE_ID.fullmatch(given) else secrets.token_hex(16))
+        name_request(request)
         status = CLIENT_LEFT  # stays, if the handler is cancelled
         try:
             response = await handler(request)
             status = response.status
         except web.HTTPException as error:
-            response = _http_error(request, error)
+            response = http_error(request, error)
             status = response.status
         except Exception as error:
             response = _error_reply(known_error(error))
@@ -48,6 +47,12 @@ def errors_as_json(metrics: RouterMetrics) -> Middleware:
         return response
 
     return middleware
+
+
+def name_request(request: web.BaseRequest) -> None:
+    """For its reply and for logs."""
+    given = request.headers.get("X-Request-Id", "")
+    request_id.set(given if USABLE_ID.fullmatch(given) else secrets.token_hex(16))
 
 
 async def add_request_id(_: web.Request, response: web.StreamResponse) -> None:
@@ -82,7 +87,7 @@ def _error_reply(error: KVRelayError) -> web.Response:
     return reply
 
 
-def _http_error(http: web.Request, error: web.HTTPException) -> web.Response:
+def http_error(http: web.BaseRequest, error: web.HTTPException) -> web.Response:
     """aiohttp's own refusals: no such path, wrong method, too large a body."""
     messages = {
         404: f"there is no {cut(http.path)}",

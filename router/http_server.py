@@ -11,7 +11,7 @@ from aiohttp.typedefs import Middleware
 from common.deadlines import Deadlines
 from common.errors import InvalidRequest, KVRelayError, SlowClient
 from common.log import get_logger, log_event
-from router.http_errors import json_reply
+from router.http_errors import http_error, json_reply, name_request
 from router.replies import ErrorBody
 from router.sse import ClientGone
 from router.wire import cut
@@ -118,6 +118,20 @@ class HttpProtocol(web.RequestHandler):
         response.force_close()
         return response
 
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Sends a reply; also those of aiohttp's that no middleware has seen, as to an unknown Expect header."""
+        if isinstance(resp, web.HTTPException):
+            name_request(request)
+            resp = http_error(request, resp)
+        return await super().finish_response(request, resp, start_time)
+
+    def log_exception(self, *args: Any, **more: Any) -> None:
+        """But for the rest of a body that can't be read: its reply has said so, and anybody can send one."""
+        if not isinstance(more.get("exc_info"), web.RequestPayloadError):
+            super().log_exception(*args, **more)
+
 
 class GuardedRunner(web.AppRunner):
     """Its sites guard their connections, each of which gets the protocol options."""
@@ -171,6 +185,9 @@ def make_runner(
 
 async def read_body(http: web.Request, patience_s: float) -> bytes:
     """All of it. Raises InvalidRequest, SlowClient or ClientGone, and aiohttp's error for one that is too large."""
+    told = http.content_length or 0
+    if told > http.client_max_size:  # before it is sent
+        raise web.HTTPRequestEntityTooLarge(max_size=http.client_max_size, actual_size=told)
     try:
         async with asyncio.timeout(patience_s):
             return await http.read()

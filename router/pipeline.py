@@ -196,7 +196,7 @@ class Pipeline:
         command = decode_pb2.DecodeCommand(submit=decode_pb2.DecodeSubmission(submission=submission, handle=handle))
         live = {answer.index for answer in answers}
         patience_s = self._deadlines.decode_token_s if kept else self._prefill_patience_s(client, len(context))
-        with run.blaming(client), client.attempt(key, command, len(context)) as stream:
+        with run.blaming(client), client.attempt(key, command, len(context), len(live)) as stream:
             while live:
                 kind, message = await stream.next(patience_s)
                 if kind == "prompt_logprobs":
@@ -215,6 +215,7 @@ class Pipeline:
                             live.discard(token.fork)
                             if not token.finish_reason:  # a stop string, which only the router knows
                                 client.abort(key, (token.fork,))
+                    stream.num_forks = len(live)
             stream.ended = True
 
     def _report(self, run: Run) -> None:

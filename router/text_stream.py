@@ -77,13 +77,15 @@ class StopChecker:
         self._held = ""  # may be the beginning of a stop string
         self._stopped: str | None = None
 
-    def push(self, text: str) -> tuple[str, str | None]:
-        """What can go out, and the stop string that was met, if one was."""
+    def push(self, text: str, armed: bool = True) -> tuple[str, str | None]:
+        """What can go out, and the stop string that was met, if one was. armed: one that ends in this text counts."""
         if self._stopped is not None or not self._stop:
             return ("", self._stopped) if self._stopped is not None else (text, None)
+        known = len(self._held)
         text = self._held + text
-        found = [(at + len(stop), at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
-        if found:
+        starts = ((text.find(stop, max(0, known + 1 - len(stop))), stop) for stop in self._stop)
+        found = [(at + len(stop), at, stop) for at, stop in starts if at >= 0]
+        if found and armed:
             end, start, self._stopped = min(found)
             self._held = ""
             return text[: end if self._include else start], self._stopped

@@ -71,12 +71,15 @@ class Workers:
         return [c for c in self._clients.values() if c.record.role == role and c.healthy and not c.draining]
 
     def capacity(self) -> Room:
-        """What the decode pool has for this router: all it has, less the places that other routers' requests take."""
+        """What the decode pool has for this router: all it has, less the places that other routers' requests take.
+
+        Of each worker it has one at least: a router that came later is not shut out by those before it.
+        """
         room = Room()
         for client in self.usable("decode"):
             load, places = client.load, client.record.max_num_seqs or math.inf
-            others = max(0, load.running + load.waiting - client.in_flight)
-            room += Room(max(0, places - others), load.total_blocks or math.inf)
+            others = max(0, load.running + load.waiting - client.num_forks)
+            room += Room(max(1, places - others), load.total_blocks or math.inf)
         return room
 
     def ready(self) -> tuple[bool, str]:

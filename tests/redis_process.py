@@ -1,8 +1,8 @@
 """A redis-server as a child process of the tests."""
 
-import functools
 import os
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -14,18 +14,27 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from common.errors import AddressInUse, StartupError
-from common.process import die_with_parent
 from common.redis_server import find_redis_server, free_port, server_command
 
 PORT_TRIES = 5
 POLL_S = 0.01
 STOP_S = 5.0  # from SIGTERM to SIGKILL
+# As common.process.die_with_parent, and then the server; in a program of its own, since a fork of this process, whose
+# gRPC threads may be at work, can end in gRPC's own fork handlers.
+LAUNCHER = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGKILL)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 
 
 class RedisServer:
     """Runs redis-server on a free port of 127.0.0.1 from start() to stop(), and never longer than this process.
 
-    Start it from a thread that lives as long as the process (see die_with_parent).
+    Start it from a thread that lives as long as the process (see common.process.die_with_parent).
     """
 
     def __init__(self, executable: Path | None = None, *, port: int = 0, start_s: float = 10.0) -> None:
@@ -67,13 +76,12 @@ class RedisServer:
             try:
                 self._output = tempfile.TemporaryFile()  # noqa: SIM115  (stop() closes it; it has no name)
                 self._process = subprocess.Popen(
-                    server_command(executable, self.port),
+                    [sys.executable, "-S", "-c", LAUNCHER, str(os.getpid()), *server_command(executable, self.port)],
                     cwd=directory,
                     stdin=subprocess.DEVNULL,
                     stdout=self._output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,  # Ctrl-C is the parent's to handle: Redis goes last
-                    preexec_fn=functools.partial(die_with_parent, os.getpid()),
                 )
                 self._wait_until_ready()
             finally:

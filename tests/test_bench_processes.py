@@ -1,5 +1,6 @@
 """What a process holds is read from /proc and its metrics, and memory of workers that are gone is found."""
 
+import mmap
 import os
 import subprocess
 import sys
@@ -51,13 +52,14 @@ def test_a_pool_of_a_prefill_worker_that_is_gone_is_orphaned():
 def test_usage_is_this_processs_own():
     before = usage_of(os.getpid())
     with open(os.devnull), open(os.devnull):
-        held = bytearray(os.urandom(32)) * 2**20
+        held = mmap.mmap(-1, 2**25)  # fresh pages: malloc might have some to spare
+        held.write(os.urandom(2**25))
         after = usage_of(os.getpid())
     assert after.open_files == before.open_files + 2
     assert after.anonymous_mb > before.anonymous_mb + 25
     assert after.threads >= 1
     assert after.rss_mb > after.anonymous_mb > 0
-    del held
+    held.close()
 
 
 @linux

@@ -16,9 +16,9 @@ class Watched:
         self.now = 100.0
         self.health = Health(lambda: self.now, PATIENCE_S)
 
-    def look(self, after_s: float, steps: int = 5, running: int = 1, waiting: int = 0) -> bool:
+    def look(self, after_s: float, steps: int = 5, running: int = 1, waiting: int = 0, blocked: bool = False) -> bool:
         self.now += after_s
-        self.health.look(EngineLoad(running=running, waiting=waiting, steps=steps))
+        self.health.look(EngineLoad(running=running, waiting=waiting, steps=steps, blocked=blocked))
         return self.health.stuck
 
 
@@ -38,11 +38,12 @@ def test_a_step_makes_it_healthy_again() -> None:
     assert watched.health.ready() == (True, "ok")
 
 
-@pytest.mark.parametrize("waiting", [0, 3])
-def test_idle_is_healthy_and_so_is_who_waits_for_blocks(waiting: int) -> None:
+@pytest.mark.parametrize(("running", "waiting", "blocked"), [(0, 0, True), (0, 3, True), (1, 0, True), (0, 3, False)])
+def test_idle_is_healthy_and_so_is_who_waits_for_blocks(running: int, waiting: int, blocked: bool) -> None:
+    """Also in the middle of a prompt, when others hold what its next chunk needs."""
     watched = Watched()
     for _ in range(5):
-        assert not watched.look(100.0, running=0, waiting=waiting)
+        assert not watched.look(100.0, running=running, waiting=waiting, blocked=blocked)
     assert not watched.look(1.0, running=1)  # the first work after a long rest has its time
 
 

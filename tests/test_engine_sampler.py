@@ -186,6 +186,14 @@ def test_repetition_counts_the_prompt_and_the_other_penalties_do_not():
     assert token(PEAKED, sequence([3], output=[3], presence_penalty=2.0)) == 1
 
 
+@pytest.mark.parametrize("penalty", [2.0**-126, 1e-38, 1e-30, 1e4])
+@pytest.mark.parametrize("temperature", [0.0, 1e-5, 1.0, 1e4])
+def test_an_extreme_repetition_penalty_still_draws_a_token_of_the_model(penalty, temperature):
+    one = sequence([0, 1, 2, 3, 4], min_tokens=2, repetition_penalty=penalty, temperature=temperature)
+    drawn = token([30.0, 29.0, -30.0, 40.0, 1.0, 0.5, -1.0, 2.0], one)
+    assert drawn in ((1, 3, 4) if penalty < 1 else range(1, 8))  # those seen whose logit is above zero
+
+
 def test_a_resumed_output_is_output_not_prompt():
     fresh, resumed = sequence([4, 3], presence_penalty=2.0), sequence([4], output=[3], presence_penalty=2.0)
     assert (token(PEAKED, fresh), token(PEAKED, resumed)) == (3, 1)

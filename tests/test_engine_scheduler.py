@@ -204,9 +204,11 @@ def test_nothing_new_comes_in_while_a_running_sequence_finds_no_block():
     held = stepper.scheduler.pool.allocate(5)  # leaves one block; the next chunk takes two
     stepper.scheduler.add(sequence([1], key="short", max_tokens=1))
     assert stepper.scheduler.schedule() == Batch(())
+    assert (stepper.scheduler.load().running, stepper.scheduler.load().blocked) == (1, True)
     assert stepper.scheduler.reserve([sequence([2, 3], key="other")]) is None
     stepper.scheduler.pool.free(held)
     assert [c.sequence.key for c in stepper.step()[0].chunks] == ["long"]
+    assert not stepper.scheduler.load().blocked
     stepper.run()
     assert_all_free(stepper.scheduler)
 

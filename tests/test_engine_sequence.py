@@ -41,6 +41,27 @@ def test_parameters_are_held_to_their_bounds(field, good, bad):
         assert caught.value.field == field
 
 
+@pytest.mark.parametrize(
+    ("banned", "field"),
+    [
+        ({"bad_words": tuple((word,) for word in range(51))}, "bad_words"),
+        ({"stop_token_ids": tuple(range(51)), "min_tokens": 1}, "stop_token_ids"),
+        ({"bad_words": ((1,),), "stop_token_ids": tuple(range(50)), "min_tokens": 1}, "bad_words"),
+    ],
+)
+def test_bans_that_leave_few_tokens_to_draw_are_refused(banned, field):
+    with pytest.raises(InvalidRequest, match="too few tokens") as caught:
+        SamplingParams(**banned).validate(VOCAB)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "banned", [{"stop_token_ids": tuple(range(100))}, {"stop_token_ids": (1,) * 99, "min_tokens": 1}]
+)
+def test_stop_tokens_are_only_banned_before_min_tokens_and_count_once(banned):
+    SamplingParams(**banned).validate(VOCAB)
+
+
 def test_defaults_are_valid_and_change_nothing_but_length():
     SamplingParams().validate(VOCAB)
     assert (SamplingParams().temperature, SamplingParams().top_p, SamplingParams().repetition_penalty) == (1, 1, 1)

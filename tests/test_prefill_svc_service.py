@@ -246,7 +246,7 @@ async def test_leases_of_one_prefix_share_its_blocks_until_the_last_is_released(
 async def test_prompts_are_refused_while_too_much_is_held_for_others(
     service: PrefillService, stream: WorkerStream, holder: HolderClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before any work; a prompt larger than the share itself is none of that."""
+    """Before any work; a prompt larger than the share itself is none of that, nor is an answer that has begun."""
     total = service.engine.load().total_blocks
     monkeypatch.setattr(service, "_max_held_kv", 3 / total)
     await stream.submit(prompt(4 * BLOCK_SIZE), request="large")
@@ -255,6 +255,8 @@ async def test_prompts_are_refused_while_too_much_is_held_for_others(
     await stream.submit(prompt(20, seed=1), request="refused")
     assert await stream.failure("refused") == ("overloaded", "")
     assert service.engine.load().steps == steps
+    await stream.submit(prompt(20, seed=1), forks=((0, prompt(2, seed=2)),), request="resumed")
+    await release(holder, await stream.event("first_tokens", "resumed"))
     await release(holder, first)
     await stream.submit(prompt(20, seed=1), request="taken")
     await release(holder, await stream.event("first_tokens", "taken"))

@@ -179,10 +179,24 @@ def test_text_and_end_equal_a_search_in_the_whole_text(
         assert end(deltas) == ("stop", None)
 
 
-@pytest.mark.parametrize(("min_tokens", "said"), [(0, "ab"), (2, "ab"), (3, "ab.cd"), (5, "ab.cd")])
-def test_no_stop_string_is_looked_for_in_the_first_min_tokens(text: TextModel, min_tokens: int, said: str) -> None:
-    params = SamplingParams(max_tokens=16, min_tokens=min_tokens)
-    answer = Answer(0, GenerationRequest("request", (1,), params, stop=(".",)), text)
-    deltas = say(answer, letters(text, "ab.cd.e"))
+@pytest.mark.parametrize(
+    ("stop", "min_tokens", "said"),
+    [
+        (".", 0, "ab"),
+        (".", 2, "ab"),
+        (".", 3, "ab.cd"),
+        (".", 5, "ab.cd"),
+        ("b.", 2, "a"),  # begins within the first tokens, and ends after them
+        ("b.", 3, "ab.cd.e"),
+        ("ab.c", 3, ""),
+        (".cd.", 5, "ab"),
+    ],
+)
+def test_a_stop_string_counts_if_it_ends_after_the_first_min_tokens(
+    text: TextModel, stop: str, min_tokens: int, said: str
+) -> None:
+    params = SamplingParams(max_tokens=7, min_tokens=min_tokens)
+    answer = Answer(0, GenerationRequest("request", (1,), params, stop=(stop,)), text)
+    deltas = say(answer, letters(text, "ab.cd.e"), "length")
     assert joined(deltas) == said
-    assert end(deltas) == ("stop", ".")
+    assert end(deltas) == (("stop", stop) if len(said) < 7 else ("length", None))

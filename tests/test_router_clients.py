@@ -41,21 +41,21 @@ class Pair:
     def key(self, number: int = 1, request: str = "r") -> types_pb2.AttemptKey:
         return types_pb2.AttemptKey(request_id=request, attempt=number)
 
-    def attempt(self, number: int = 1, request: str = "r", charged: int = 4) -> Any:
+    def attempt(self, number: int = 1, request: str = "r", charged: int = 4, forks: int = 1) -> Any:
         """A submission, as the pipeline makes one."""
         submission = types_pb2.Submission(
             key=self.key(number, request),
             epoch=self.fake.record.epoch,
             fingerprint=self.fake.record.fingerprint,
             prompt_ids=[1, 2, 3, 4],
-            forks=[types_pb2.Fork(index=0)],
+            forks=[types_pb2.Fork(index=index) for index in range(forks)],
             params=types_pb2.SamplingParams(max_tokens=3),
         )
         if self.fake.role == "prefill":
             command: Any = prefill_pb2.PrefillCommand(submit=submission)
         else:
             command = decode_pb2.DecodeCommand(submit=decode_pb2.DecodeSubmission(submission=submission))
-        return self.client.attempt(submission.key, command, charged)
+        return self.client.attempt(submission.key, command, charged, forks)
 
 
 @asynccontextmanager
@@ -149,6 +149,26 @@ async def test_tokens_are_charged_until_the_worker_counts_them(role: str, kind: 
             wanted = 100 if role == "decode" else 0
             await eventually(lambda: pair.client.charged_tokens == charged + wanted)
         assert (pair.client.in_flight, pair.client.charged_tokens) == (0, 0)
+
+
+async def test_forks_are_counted_until_they_are_finished() -> None:
+    async with a_pair("decode") as pair:
+        pair.fake.scripts = [accepting, accepting]
+        with pair.attempt(forks=3) as stream, pair.attempt(request="other"):
+            assert (pair.client.in_flight, pair.client.num_forks) == (2, 4)
+            stream.num_forks = 1
+            assert pair.client.num_forks == 2
+        assert pair.client.num_forks == 0
+
+
+async def test_the_end_of_an_attempt_wakes_nobody_who_waits_for_a_worker() -> None:
+    """Else two requests that are refused for want of room would wake each other for ever."""
+    async with a_pair() as pair:
+        pair.fake.scripts = [accepting]
+        changes = pair.changes
+        with pair.attempt():
+            pass
+        assert pair.changes == changes
 
 
 async def test_a_broken_stream_fails_its_attempts_and_is_opened_again() -> None:

@@ -113,6 +113,24 @@ def test_holds_back_what_could_begin_a_stop_string_and_no_more(stop: str, texts:
         assert emitted == seen[: len(seen) - held]
 
 
+@given(
+    stop=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    early=st.lists(st.text("abc", max_size=3), max_size=4),
+    late=st.lists(st.text("abc", max_size=3), max_size=4),
+)
+@settings(max_examples=500, deadline=None)
+def test_only_a_stop_string_that_ends_while_it_is_armed_counts(
+    stop: list[str], early: list[str], late: list[str]
+) -> None:
+    checker = StopChecker(tuple(stop), include=True)
+    outs = [checker.push(text, armed=False) for text in early] + [checker.push(text) for text in late]
+    emitted, stopped = "".join(out for out, _ in outs), outs[-1][1] if outs else None
+    before, whole = len("".join(early)), "".join([*early, *late])
+    ends = [end for end in range(before + 1, len(whole) + 1) if whole[:end].endswith(tuple(stop))]
+    assert (stopped is not None) == bool(ends)
+    assert emitted + checker.finish() == (whole[: ends[0]] if ends else whole)
+
+
 def test_says_nothing_after_the_stop() -> None:
     checker = StopChecker(("x",), include=False)
     assert checker.push("axb") == ("a", "x")

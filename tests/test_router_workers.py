@@ -310,6 +310,33 @@ async def test_only_equal_fingerprints_are_paired(text: TextModel) -> None:
         assert {turn.handle.fingerprint for turn in decode_b.turns} == {"b"}
 
 
+async def test_a_requests_own_forks_are_no_other_routers_requests(text: TextModel) -> None:
+    async with fake_cluster(text, listed=False) as cluster:
+        fake = cluster.decode
+        fake.record = replace(fake.record, max_num_seqs=8)
+        await cluster.show(*cluster.fakes)
+        assert cluster.workers.capacity().seats == 8
+        fake.load, fake.always = types_pb2.Load(total_blocks=1000, free_blocks=1000, running=4), accepting
+        await eventually(lambda: cluster.workers.capacity().seats == 4)
+        asked = asyncio.create_task(cluster.answer([ANSWER] * 4))
+        await eventually(lambda: len(fake.turns) == 1)
+        assert cluster.workers.capacity().seats == 8
+        await end(asked)
+        assert cluster.workers.capacity().seats == 4
+
+
+async def test_a_pool_full_of_other_routers_requests_lets_everybody_in_by_turns(text: TextModel) -> None:
+    """One place a worker, so that a router which came late waits for what it asks, and is not shut out."""
+    async with fake_cluster(text, decode=2, listed=False) as cluster:
+        for fake in cluster.fakes:
+            fake.record = replace(fake.record, max_num_seqs=8)
+            fake.load = types_pb2.Load(total_blocks=1000, free_blocks=1000, running=8, waiting=3)
+        await cluster.show(*cluster.fakes)
+        await eventually(lambda: all(cluster.client(fake).load.running for fake in cluster.fakes))
+        assert cluster.workers.capacity().seats == 2
+        assert (await cluster.answer([ANSWER])).tokens == [ANSWER]
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 async def test_even_requests_load_evenly(text: TextModel, count: int) -> None:
     async with fake_cluster(text, prefill=count, decode=count) as cluster:

@@ -77,6 +77,7 @@ class EngineLoad:
     free_blocks: int = 0  # allocatable: unused or only cached
     reserved_blocks: int = 0  # waiting for their KV
     steps: int = 0  # done since the start
+    blocked: bool = False  # the last look for something to compute found nothing: all there is waits for room
 
 
 @dataclass(frozen=True, slots=True)

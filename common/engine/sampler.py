@@ -14,6 +14,8 @@ from torch import Tensor
 from common.engine.batch import Batch, Logprob, PromptScores, Sample
 from common.engine.sequence import SamplingParams, Sequence, fork_seed
 
+LARGEST = 1e30  # of an adjusted logit: stays finite when it is divided by the smallest temperature
+
 
 def uniform(seed: int, position: int) -> float:
     """The one number in [0, 1) of a seed and an output position (Philox4x64-10, Salmon et al. 2011)."""
@@ -43,7 +45,7 @@ def adjust(logits: Tensor, params: SamplingParams, sequence: Sequence, eos_token
         seen = torch.tensor(sorted(set(sequence.token_ids)))
         values = logits[seen]
         penalty = params.repetition_penalty
-        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+        logits[seen] = torch.where(values > 0, values / penalty, values * penalty).clamp(max=LARGEST)
     if (params.frequency_penalty or params.presence_penalty) and sequence.num_output_tokens:
         written = Counter(sequence.output_ids)
         counts = torch.tensor(list(written.values()))

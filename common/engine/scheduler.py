@@ -47,6 +47,7 @@ class Scheduler:
         self.num_reserved_forks = 0
         self._arrivals = 0
         self._stuck: Sequence | None = None  # found no blocks or places in the last step
+        self._blocked = False  # the last step would have been empty
 
     # What comes and goes from outside.
 
@@ -167,6 +168,7 @@ class Scheduler:
         self.running.sort(key=lambda s: s.arrival)
         for sequence in chunks:
             sequence.in_flight = True
+        self._blocked = not chunks
         return Batch(tuple(chunks.values()), tuple(copies.values()))
 
     def update(
@@ -224,6 +226,7 @@ class Scheduler:
             free_blocks=self.pool.num_free,
             reserved_blocks=self.num_reserved_blocks,
             steps=self.num_steps,
+            blocked=self._blocked,
         )
 
     def _output(

@@ -77,8 +77,10 @@ class SamplingParams:
         for word in self.bad_words:
             if not word or not all(0 <= token_id < vocab_size for token_id in word):
                 raise InvalidRequest(f"bad_words must be of 1 or more of {vocab_size} tokens", field="bad_words")
-        if self.bad_words and 2 * (len(self.bad_words) + len(set(self.stop_token_ids))) > vocab_size:
-            raise InvalidRequest("bad_words and stop_token_ids leave too few tokens to draw", field="bad_words")
+        banned = len(self.bad_words) + (len(set(self.stop_token_ids)) if self.min_tokens else 0)
+        if 2 * banned > vocab_size:
+            field = "bad_words" if self.bad_words else "stop_token_ids"
+            raise InvalidRequest(f"{field} leaves too few tokens to draw", field=field)
 
 
 def fork_seed(seed: int, index: int) -> int:

@@ -146,7 +146,7 @@ def test_a_prefix_hit_shows_in_usage_and_metrics(cluster: Cluster) -> None:
 
 def test_the_second_workers_get_load(cluster: Cluster) -> None:
     bodies = [
-        {"model": MODEL, "prompt": f"{index} is a number, and so", "max_tokens": 24, "ignore_eos": True}
+        {"model": MODEL, "prompt": f"{index} is a number, and so" * 12, "max_tokens": 24, "ignore_eos": True}
         for index in range(8)
     ]
     with ThreadPoolExecutor(len(bodies)) as pool:

@@ -175,9 +175,6 @@ class Link:
         if self.broken[True] or self.broken[False]:
             return
         network = self.network
-        if network._blocked and network.blocked(*self.ends(to_server)):
-            self._held[to_server].append((deliver, args))
-            return
         when = network.loop.time() + network.delay()
         if ordered:
             when = self._last[to_server] = max(when, self._last[to_server])
@@ -186,18 +183,23 @@ class Link:
     def _arrive(self, to_server: bool, deliver: Callable[..., object], args: tuple[Any, ...]) -> None:
         if self.broken[to_server]:
             return
-        if self.network._blocked and self.network.blocked(*self.ends(to_server)):
+        if self._held[to_server] or self._blocked(to_server):  # nothing overtakes what is held
             self._held[to_server].append((deliver, args))
         else:
             deliver(*args)
 
     def flush(self, to_server: bool) -> None:
-        held, self._held[to_server] = self._held[to_server], deque()
-        when = self._last[to_server]
-        for deliver, args in held:
-            when = max(when, self.network.loop.time() + self.network.delay())
-            self.network.loop.call_at(when, self._arrive, to_server, deliver, args, context=self.network.loop._outside)
-        self._last[to_server] = when
+        """What is held arrives, in its order."""
+        if self._held[to_server]:
+            self.network.loop.after(self.network.delay(), self._release, to_server)
+
+    def _release(self, to_server: bool) -> None:
+        while self._held[to_server] and not self.broken[to_server] and not self._blocked(to_server):
+            deliver, args = self._held[to_server].popleft()
+            deliver(*args)
+
+    def _blocked(self, to_server: bool) -> bool:
+        return bool(self.network._blocked) and self.network.blocked(*self.ends(to_server))
 
     def give_up(self, server_side: bool) -> None:
         """This side breaks the connection, and the other hears of it if anything gets through."""

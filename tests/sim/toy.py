@@ -178,10 +178,11 @@ def _ended(
 def _stop_met(
     pieces: Sequenced[str], unchecked: int, stop: Sequenced[str], include_stop: bool
 ) -> tuple[str, str] | None:
-    """The text up to the stop string that is complete first, and that string."""
-    head, body = "".join(pieces[:unchecked]), "".join(pieces[unchecked:])
-    found = sorted((body.find(one) + len(one), body.find(one), one) for one in stop if one in body)
-    if not found or len(pieces) <= unchecked:
+    """The text up to the stop string that is complete first, and that string; one that ends unchecked is none."""
+    text, head = "".join(pieces), len("".join(pieces[:unchecked]))
+    places = [(text.find(one, max(0, head + 1 - len(one))), one) for one in stop]
+    found = sorted((at + len(one), at, one) for at, one in places if at >= 0)
+    if not found:
         return None
     end, start, met = found[0]
-    return head + body[: end if include_stop else start], met
+    return text[: end if include_stop else start], met
