@@ -69,6 +69,8 @@ class RedisServer:
         raise AssertionError("unreachable")
 
     def _try_start(self, executable: Path) -> None:
+        if not os.access(executable, os.X_OK):
+            raise StartupError(f"{executable} can't be run")
         if self._any_port:
             self.port = free_port()
         try:
