@@ -54,7 +54,7 @@ def test_usage_is_this_processs_own():
     with open(os.devnull), open(os.devnull):
         held = mmap.mmap(
             -1, 2**25, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        )  # fresh pages: malloc might have some to spare
+        )  # malloc has pages to spare
         held.write(os.urandom(2**25))
         after = usage_of(os.getpid())
     assert after.open_files == before.open_files + 2
