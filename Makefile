@@ -4,6 +4,7 @@
 TORCH ?= torch==2.13.0
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
+CORES ?= -n auto --maxprocesses 4 --dist loadfile
 SCHEDULES ?= 1000000
 SECONDS_ ?= 1800
 SOAK_FLAGS ?=
@@ -24,7 +25,7 @@ demo: .venv/run.stamp ## one chat through a whole cluster, and where its time we
 
 test: .venv/dev.stamp ## all tests
 	.venv/bin/kvrelay model fetch
-	.venv/bin/python -m pytest $(PYTEST_FLAGS)
+	.venv/bin/python -m pytest $(CORES) $(PYTEST_FLAGS)
 
 faults: .venv/dev.stamp ## every fault at every stage of a request, REPEATS times, as a table (half an hour each)
 	rm -f build/faults.jsonl

@@ -33,6 +33,7 @@ class Session:
         self.router_id = ""
         self.event_type = event_type
         self.outgoing: asyncio.Queue[Any] = asyncio.Queue()  # None: no more commands come
+        self.writing = False  # an event is on its way out
         self.tasks: set[asyncio.Task[None]] = set()  # of its attempts
 
     def send(self, **event: Any) -> None:
@@ -77,23 +78,34 @@ class RelayServer:
         self._heartbeat_s = heartbeat_s
         # Attempts of a router's request, the newest last; all before it are on their way out.
         self._attempts: dict[tuple[str, str], list[Attempt]] = {}
+        self._sessions: set[Session] = set()
 
     @property
     def num_attempts(self) -> int:
         """Attempts that have not ended yet."""
         return sum(map(len, self._attempts.values()))
 
+    @property
+    def idle(self) -> bool:
+        """No attempt is left, and all that was said of them is out."""
+        silent = all(session.outgoing.empty() and not session.writing for session in self._sessions)
+        return silent and not self._attempts
+
     async def Relay(self, commands: AsyncIterator[Any], context: Context) -> None:
         """The RPC: commands in, events out, each with the load; a heartbeat when there is nothing else."""
         session = Session(self._event_type)
         session.send(welcome=types_pb2.Welcome(epoch=self.epoch, fingerprint=self.fingerprint))
         reader = asyncio.create_task(self._read(commands, session))
+        self._sessions.add(session)
         try:
             while (event := await self._next(session)) is not None:
+                session.writing = True
                 event.load.CopyFrom(self._load())
                 self._health.tell(event.load)
                 await context.write(event)
+                session.writing = False
         finally:
+            self._sessions.discard(session)
             await end(reader, *session.tasks)
 
     async def _next(self, session: Session) -> Any:

@@ -60,7 +60,7 @@ class DecodeService:
     @property
     def idle(self) -> bool:
         """Whether it could stop now and nobody would miss anything."""
-        return not self.relay_server.num_attempts
+        return self.relay_server.idle
 
     async def close(self) -> None:
         """Lets go of all holders; the streams have ended."""

@@ -71,7 +71,7 @@ class PrefillService:
     @property
     def idle(self) -> bool:
         """Whether it could stop now and nobody would miss anything."""
-        return not (self.relay_server.num_attempts or self.leases.num_held)
+        return self.relay_server.idle and not self.leases.num_held
 
     async def close(self) -> None:
         """Frees what is held; the streams have ended."""

@@ -20,7 +20,7 @@ from router.generation import GenerationRequest
 
 AHEAD = 1.0  # times the decode pool's room is given out; more would wait for a place after its first token
 FIRST_GUESS = 128.0  # tokens of an answer, before any has ended
-LEARNING = 0.05  # weight of the newest answer's length
+LEARNING = 0.05  # weight of the newest answer's length, and of its time
 WINDOW = 32  # ends that the rate is taken from
 MAX_QUEUED = 1024
 
@@ -50,11 +50,11 @@ class Waiter:
 
 
 class Gate:
-    """Lives on one event loop. `capacity` says what the decode pool has for this router, now."""
+    """Lives on one event loop. `capacity` says what the decode pool has for this router now; None: there is no pool."""
 
     def __init__(
         self,
-        capacity: Callable[[], Room],
+        capacity: Callable[[], Room | None],
         deadlines: Deadlines,
         clock: Callable[[], float],
         max_queued: int = MAX_QUEUED,
@@ -68,6 +68,8 @@ class Gate:
         self._arrivals = 0
         self._ends: deque[float] = deque(maxlen=WINDOW)  # of requests, while others waited
         self._answer_tokens = FIRST_GUESS
+        self._inside = 0  # requests
+        self._service_s = 0.0  # that one is inside, on average
 
     @property
     def num_waiting(self) -> int:
@@ -89,16 +91,24 @@ class Gate:
     async def entered(self, request: GenerationRequest) -> AsyncIterator[None]:
         """Waits for room and has it until the block ends.
 
-        Raises Overloaded, at once or when router_queue_s have passed; NoWorker, if there was nobody all the time.
+        Raises Overloaded, at once or when router_queue_s have passed; NoWorker at once where there is no pool, and
+        after that time if none of it could be reached.
         """
         cost = self.cost(request)
+        if self._capacity() is None:
+            raise NoWorker("there is no decode worker")
         if self._queue or not self._fits(cost):
             await self._wait(cost, request.priority)  # whoever grants it counts the cost
         else:
             self.in_use += cost
+        began = self._clock()
+        self._inside += 1
         try:
             yield
         finally:
+            self._inside -= 1
+            service_s = self._clock() - began
+            self._service_s += LEARNING * (service_s - self._service_s) if self._service_s else service_s
             self._leave(cost)
 
     def poll(self) -> None:
@@ -109,7 +119,7 @@ class Gate:
             waiter.granted.set_result(None)
 
     def _fits(self, cost: Room) -> bool:
-        capacity = self._capacity()
+        capacity = self._capacity() or Room()
         if not self.in_use.seats:  # alone, even what is larger than its estimate allows
             return capacity.seats > 0
         return (self.in_use + cost).within(capacity, AHEAD)
@@ -157,15 +167,14 @@ class Gate:
             raise self._refusal(ahead)
 
     def _wait_s(self, ahead: int) -> float:
-        """How long a request waits behind so many, as far as is known: 0 where nothing has ended lately."""
+        """How long a request waits behind so many, as far as is known: 0 where nothing has ended yet."""
         if len(self._ends) < 2:
             return 0.0
-        rate = (len(self._ends) - 1) / max(self._clock() - self._ends[0], 1e-3)
-        return (ahead + 1) / rate
+        return (ahead + 1) * max(self._clock() - self._ends[0], 1e-3) / (len(self._ends) - 1)
 
     def _refusal(self, ahead: int) -> Overloaded | NoWorker:
-        if not self._capacity().seats:
+        if not (self._capacity() or Room()).seats:
             return NoWorker("no decode worker can take the request")
-        wait_s = self._wait_s(ahead)
-        retry_after_s = max(1.0, wait_s - self._deadlines.router_queue_s, self._wait_s(0))
+        one_s = self._wait_s(0) or self._service_s / max(1, self._inside)  # until one ends, else as it usually does
+        retry_after_s = max(1.0, self._wait_s(ahead) - self._deadlines.router_queue_s, one_s)
         return Overloaded(f"{len(self._queue)} requests are waiting for room", retry_after_s=retry_after_s)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from common.errors import KVRelayError
+from common.errors import KVRelayError, WorkerLost
 from kvtransfer.handle import KVHandle
 from kvtransfer.lease import ROUTER
 from router.clients import WorkerClient
@@ -41,5 +41,7 @@ async def _renew(holder: WorkerClient, kept: Held, lease_s: float) -> None:
             return
         try:
             await holder.holder.renew(kept.handle.id, kept.handle.epoch, ROUTER)
+        except WorkerLost:
+            continue  # a cut connection may be back for the next one
         except KVRelayError:
-            return  # it is released or lost: the decode worker finds out which
+            return  # it is released or expired: the decode worker finds out which

@@ -70,11 +70,14 @@ class Workers:
         """Workers of a role that can take work now."""
         return [c for c in self._clients.values() if c.record.role == role and c.healthy and not c.draining]
 
-    def capacity(self) -> Room:
+    def capacity(self) -> Room | None:
         """What the decode pool has for this router: all it has, less the places that other routers' requests take.
 
-        Of each worker it has one at least: a router that came later is not shut out by those before it.
+        Of each worker it has one at least: a router that came later is not shut out by those before it. None: no
+        decode worker is known, not even one that may come back.
         """
+        if self._listed and not any(client.record.role == "decode" for client in self._clients.values()):
+            return None
         room = Room()
         for client in self.usable("decode"):
             load, places = client.load, client.record.max_num_seqs or math.inf

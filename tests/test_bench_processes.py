@@ -52,9 +52,7 @@ def test_a_pool_of_a_prefill_worker_that_is_gone_is_orphaned():
 def test_usage_is_this_processs_own():
     before = usage_of(os.getpid())
     with open(os.devnull), open(os.devnull):
-        held = mmap.mmap(
-            -1, 2**25, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        )  # malloc has pages to spare
+        held = mmap.mmap(-1, 2**25, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # malloc has pages to spare
         held.write(os.urandom(2**25))
         after = usage_of(os.getpid())
     assert after.open_files == before.open_files + 2

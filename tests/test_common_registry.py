@@ -19,7 +19,7 @@ from common.registry import Registry, WorkerRecord
 
 pytest_plugins = ("redis_fixture",)
 
-REMOVE: Any = object()
+REMOVE: Any = type("Remove", (), {"__repr__": lambda self: "REMOVE"})()  # in test ids: the same in every process
 
 
 def a_registry(redis: Redis, **deadlines: float) -> Registry:

@@ -137,6 +137,21 @@ async def test_who_drains_says_so_goes_on_with_what_runs_and_takes_nothing_new(
     await eventually(lambda: worker.relay.num_attempts == 0)
 
 
+async def test_idle_means_that_all_is_said(worker: Running, stream: WorkerStream) -> None:
+    """An attempt that has ended may have its last event still on its way."""
+    assert worker.relay.idle
+    await stream.submit()
+    await stream.event("accepted")
+    assert not worker.relay.idle
+    [session] = worker.service.sessions
+    worker.service.finish.set()
+    worker.service.leave.set()
+    await eventually(lambda: worker.relay.idle)
+    session.send(accepted=types_pb2.Accepted())
+    assert not worker.relay.idle
+    await eventually(lambda: worker.relay.idle)
+
+
 async def test_who_is_stuck_says_so(worker: Running, stream: WorkerStream) -> None:
     assert not stream.loads[-1].stuck
     worker.service.health.stuck = True

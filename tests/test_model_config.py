@@ -13,7 +13,7 @@ from common.errors import ModelError
 from common.model.config import GenerationDefaults, LayerConfig, ModelConfig, load_config, load_generation
 from common.model.rope import Rope
 
-ABSENT = object()
+ABSENT = type("Absent", (), {"__repr__": lambda self: "ABSENT"})()  # in test ids: the same in every process
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 100,

@@ -28,7 +28,7 @@ def request(name: str = "r", prompt: int = 16, tokens: int = 16, **fields: int) 
 class Place:
     """A gate to a pool of a few seats, a clock that a test moves, and who came in."""
 
-    capacity: Room = Room(4, 1000)
+    capacity: Room | None = Room(4, 1000)
     max_queued: int = 100
     deadlines: Deadlines = QUICK
     now: float = 0.0
@@ -208,6 +208,27 @@ async def test_the_wait_ends_with_the_deadline(place: Place) -> None:
     place.now += 60.0
     with pytest.raises(Overloaded):
         await asyncio.wait_for(waiting, 5)
+
+
+async def test_without_a_pool_nobody_waits(place: Place) -> None:
+    place.capacity = None
+    with pytest.raises(NoWorker, match="there is no decode worker"):
+        await (await place.come("a"))
+
+
+async def test_before_anything_has_ended_in_this_queue_the_usual_time_inside_tells_the_wait(place: Place) -> None:
+    for name in "abcd":
+        await place.come(name)
+    place.now += 8.0
+    for name in "abcd":
+        await place.go(name)
+    place.gate._max_queued = 3
+    for name in "efghijk":
+        await place.come(name)
+    assert place.log[-4:] == list("efgh")
+    with pytest.raises(Overloaded) as refusal:
+        await (await place.come("l"))
+    assert refusal.value.retry_after_s == pytest.approx(2.0)  # four end in 8 s
 
 
 async def test_without_any_worker_the_wait_ends_with_that_reason(place: Place) -> None:
