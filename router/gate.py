@@ -64,6 +64,7 @@ class Gate:
         self._deadlines = deadlines
         self._clock = clock
         self._max_queued = max_queued
+        self._announced_s = deadlines.dead_s + deadlines.heartbeat_s
         self._queue: list[Waiter] = []  # in order
         self._arrivals = 0
         self._ends: deque[float] = deque(maxlen=WINDOW)  # of requests, while others waited
@@ -91,12 +92,10 @@ class Gate:
     async def entered(self, request: GenerationRequest) -> AsyncIterator[None]:
         """Waits for room and has it until the block ends.
 
-        Raises Overloaded, at once or when router_queue_s have passed; NoWorker at once where there is no pool, and
-        after that time if none of it could be reached.
+        Raises Overloaded, at once or when router_queue_s have passed; NoWorker, if none of the pool could be reached
+        in that time, or without a pool after as long as it takes whoever is there to be announced.
         """
         cost = self.cost(request)
-        if self._capacity() is None:
-            raise NoWorker("there is no decode worker")
         if self._queue or not self._fits(cost):
             await self._wait(cost, request.priority)  # whoever grants it counts the cost
         else:
@@ -144,7 +143,7 @@ class Gate:
         try:
             while not waiter.granted.done():
                 waited = self._clock() - began
-                left = self._deadlines.router_queue_s - waited
+                left = (self._announced_s if self._capacity() is None else self._deadlines.router_queue_s) - waited
                 ahead = self._queue.index(waiter)
                 # the rate shows itself while one waits; after the first keep-alive a refusal is no status any more
                 hopeless = waited < self._deadlines.keepalive_s and self._wait_s(ahead) > left

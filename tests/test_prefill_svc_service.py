@@ -19,6 +19,7 @@ from redis_tools import eventually
 from worker_stream import GREEDY, QUICK_HEARTBEAT, WorkerStream, held_step, holder_client, stream_to
 
 from common.block_hash import BLOCK_SIZE
+from common.deadlines import Deadlines
 from common.engine.sequence import SamplingParams
 from common.errors import EpochMismatch, FingerprintMismatch, HandleTaken, KVExpired, KVRelayError, TransportUnavailable
 from kvtransfer.client import HolderClient
@@ -484,7 +485,8 @@ async def test_a_handle_opens_to_its_id_epoch_and_first_reader_only(
 async def test_a_worker_that_stops_keeps_nothing(model: Path, redis_server: RedisServer) -> None:
     """One prompt is being computed, one waits, one is held; the step ends after the worker's last word."""
     async with AsyncExitStack() as after:
-        async with local_cluster(model, redis_server.url, decode=0) as stopping:
+        deadlines = Deadlines(drain_s=0.5)
+        async with local_cluster(model, redis_server.url, decode=0, deadlines=deadlines) as stopping:
             service = stopping.prefill[0]
             stream = await after.enter_async_context(stream_to(stopping.local[0]))
             await stream.submit(prompt(20), request="held")

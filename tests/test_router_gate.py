@@ -210,10 +210,25 @@ async def test_the_wait_ends_with_the_deadline(place: Place) -> None:
         await asyncio.wait_for(waiting, 5)
 
 
-async def test_without_a_pool_nobody_waits(place: Place) -> None:
+async def test_without_a_pool_the_wait_is_short(place: Place) -> None:
+    """Long enough for workers that are just being announced, too short for a keep-alive to hide the status."""
     place.capacity = None
-    with pytest.raises(NoWorker, match="there is no decode worker"):
-        await (await place.come("a"))
+    early, waiting = await place.come("early"), await place.come("waiting")
+    place.now += 4.9
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    place.capacity = Room(1, 1000)
+    await asyncio.sleep(0.05)
+    assert place.log == ["early"]
+    early.cancel()
+    await turns()
+    assert place.log == ["early", "waiting"]
+    place.capacity = None
+    late = await place.come("late")
+    place.now += 5.1
+    with pytest.raises(NoWorker):
+        await asyncio.wait_for(late, 5)
+    assert place.gate._announced_s < QUICK.keepalive_s
 
 
 async def test_before_anything_has_ended_in_this_queue_the_usual_time_inside_tells_the_wait(place: Place) -> None:

@@ -133,19 +133,22 @@ def test_no_delta_ends_inside_a_character(case: tuple[TextModel, Tokenizer], wri
 def test_stop_strings_count_from_the_token_after_min_tokens(
     case: tuple[TextModel, Tokenizer], written: str, stops: tuple[str, ...], min_tokens: int, include: bool
 ) -> None:
-    """Whatever text came with the first min_tokens tokens is out, and what comes after it is searched by itself."""
+    """One that ends in the text of the first min_tokens tokens is none; one that only begins there is."""
     text, tokenizer = case
     ids = tokenizer.encode(written, add_special_tokens=False).ids
     if not ids:
         return
     free = say(text, ids, "length", skip_special_tokens=False)
-    before = "".join(delta.text for delta in free[:min_tokens])
-    after = "".join(delta.text for delta in free[min_tokens:])
-    wanted, met = cut_at_stop(after, stops, include) if min_tokens < len(ids) else (after, None)
+    whole, before = ("".join(delta.text for delta in part) for part in (free, free[:min_tokens]))
+    places = [(whole.find(stop, max(0, len(before) + 1 - len(stop))), stop) for stop in stops]
+    end, start, met = min(
+        ((at + len(stop), at, stop) for at, stop in places if at >= 0), default=(len(whole), len(whole), None)
+    )
+    wanted = whole[: end if include else start]
     deltas = say(
         text, ids, "length", min_tokens, stop=stops, include_stop_str_in_output=include, skip_special_tokens=False
     )
-    assert "".join(delta.text for delta in deltas) == before + wanted
+    assert "".join(delta.text for delta in deltas) == wanted
     assert deltas[-1].stop_reason == met
 
 
