@@ -5,7 +5,6 @@ with a handle in hex, until standard input ends.
 """
 
 import asyncio
-import functools
 import json
 import mmap
 import os
@@ -28,7 +27,7 @@ from common.engine.kv_cache import KVPool
 from common.errors import KVRelayError
 from common.grpc_server import GrpcServer
 from common.layout import KVLayout
-from common.process import die_with_parent
+from common.process import dying_with_parent
 from common.rpc import kv_pb2, kv_pb2_grpc
 from common.tasks import end
 from kvtransfer.handle import KVHandle
@@ -126,11 +125,10 @@ async def running_holder(layout: KVLayout, num_blocks: int, transport: str) -> A
     """A holder of random KV."""
     options = {"layout": asdict(layout), "num_blocks": num_blocks, "transport": transport}
     process = await asyncio.create_subprocess_exec(
-        *module_command("bench.handover_holder", options),
+        *dying_with_parent(module_command("bench.handover_holder", options)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         limit=2**20,
-        preexec_fn=functools.partial(die_with_parent, os.getpid()),
     )
     try:
         holder = Holder(process)

@@ -2,10 +2,10 @@
 
 import asyncio
 import contextlib
-import functools
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from common.errors import StartupError
-from common.process import die_with_parent
+from common.process import dying_with_parent
 
 LAST_WORDS_S = 1.0  # for output still in the pipes of a process that ended
 LONGEST_LINE = 64 * 1024  # bytes; longer ones are cut
@@ -127,18 +127,20 @@ class Child:
 
     async def spawn(self) -> None:
         """Starts the process, which dies with this one; to be called in the main thread. Raises StartupError."""
+        program = self.spec.command[0]
+        if shutil.which(program) is None:
+            raise StartupError(f"{self.spec.name}: can't run {program}: No such file or directory")
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *self.spec.command,
+                *dying_with_parent(self.spec.command),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 env=self.spec.env,
                 start_new_session=True,  # Ctrl-C is for the supervisor, which stops all in order
-                preexec_fn=functools.partial(die_with_parent, os.getpid()),
             )
         except OSError as error:
-            raise StartupError(f"{self.spec.name}: can't run {self.spec.command[0]}: {error.strerror}") from error
+            raise StartupError(f"{self.spec.name}: can't run {program}: {error.strerror}") from error
         self.exited = asyncio.create_task(self._run(), name=self.spec.name)
 
     def signal(self, number: int) -> None:

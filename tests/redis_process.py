@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -14,21 +13,12 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from common.errors import AddressInUse, StartupError
+from common.process import dying_with_parent
 from common.redis_server import find_redis_server, free_port, server_command
 
 PORT_TRIES = 5
 POLL_S = 0.01
 STOP_S = 5.0  # from SIGTERM to SIGKILL
-# As common.process.die_with_parent, and then the server; in a program of its own, since a fork of this process, whose
-# gRPC threads may be at work, can end in gRPC's own fork handlers.
-LAUNCHER = """
-import ctypes, os, signal, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != int(sys.argv[1]):
-        os.kill(os.getpid(), signal.SIGKILL)
-os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 
 class RedisServer:
@@ -78,7 +68,7 @@ class RedisServer:
             try:
                 self._output = tempfile.TemporaryFile()  # noqa: SIM115  (stop() closes it; it has no name)
                 self._process = subprocess.Popen(
-                    [sys.executable, "-S", "-c", LAUNCHER, str(os.getpid()), *server_command(executable, self.port)],
+                    dying_with_parent(server_command(executable, self.port)),
                     cwd=directory,
                     stdin=subprocess.DEVNULL,
                     stdout=self._output,

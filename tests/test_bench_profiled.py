@@ -39,7 +39,7 @@ def test_the_functions_that_take_most_come_first(tmp_path):
     profile.disable()
     profile.dump_stats(tmp_path / "file")
     first, *others = top(tmp_path / "file", 3, tokens=10)
-    assert "<genexpr>" in first["function"]
+    assert any("<genexpr>" in one["function"] for one in (first, others[0]))  # or sum(), which runs it
     assert first["share"] >= max(one["share"] for one in others)
     assert sum(one["share"] for one in (first, *others)) <= 1.001
     assert next(one for one in (first, *others) if one["function"].endswith(" busy"))["calls_token"] == 2

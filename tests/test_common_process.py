@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 from process_tools import is_running, linux, wait_until_ended
 
@@ -16,12 +18,35 @@ child.wait()
 """
 
 
+LAUNCHES_A_CHILD = """
+import subprocess
+from common.process import dying_with_parent
+child = subprocess.Popen(dying_with_parent(["sleep", "60"]))
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
 @linux
 def test_foreign_program_dies_with_its_killed_parent() -> None:
     with subprocess.Popen([sys.executable, "-c", STARTS_A_CHILD], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child_pid = int(parent.stdout.readline())
         assert is_running(child_pid)
+        parent.kill()
+    wait_until_ended(child_pid)
+
+
+@linux
+def test_a_program_launched_to_die_with_its_parent_does_so_under_the_pid_it_was_started_with() -> None:
+    with subprocess.Popen([sys.executable, "-c", LAUNCHES_A_CHILD], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child_pid = int(parent.stdout.readline())
+        command = Path(f"/proc/{child_pid}/cmdline")
+        deadline = time.monotonic() + 10
+        while not command.read_text().startswith("sleep"):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         parent.kill()
     wait_until_ended(child_pid)
 
