@@ -283,9 +283,10 @@ async def test_many_requests_at_once(text: TextModel) -> None:
         generation = [cluster.generation(answers) for _ in range(60)]
         results = await asyncio.gather(*map(cluster.run, generation))
         assert all(one.tokens == answers and one.error is None for one in results)
-        for role, count in (("prefill", 30), ("decode", 20)):
+        for role in ("prefill", "decode"):
             turns = [len(fake.turns) for fake in cluster.fakes if fake.role == role]
-            assert turns == [count] * len(turns)
+            assert sum(turns) == 60
+            assert max(turns) - min(turns) <= 4  # even, but for loads that are told a moment late
 
 
 async def test_a_bug_of_ours_is_an_error_without_a_second_try(
