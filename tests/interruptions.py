@@ -36,8 +36,8 @@ def cut_before(service: Any, *indexes: int) -> Iterator[list[int]]:
 
 
 @contextmanager
-def fails_at(service: Any, step: int) -> Iterator[None]:
-    """Forward pass number `step` fails."""
+def fails_at(service: Any, step: int) -> Iterator[Callable[[], int]]:
+    """Forward pass number `step` fails; what it yields tells how many there were."""
     runner, count = service.engine._runner, 0
     forward = runner.forward
 
@@ -50,7 +50,7 @@ def fails_at(service: Any, step: int) -> Iterator[None]:
 
     runner.forward = failing
     try:
-        yield
+        yield lambda: count
     finally:
         runner.forward = forward
 

@@ -1,14 +1,14 @@
 """Proves on real engines that a resumed answer is the undisturbed one, and that whoever leaves frees every block."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import pytest_asyncio
 from checkpoints import make_random_checkpoint
 from fake_cluster import cancelled_at_turn
+from interruptions import fails_at
 from local_cluster import LocalCluster, local_cluster
 from redis_process import RedisServer
 
@@ -37,33 +37,15 @@ async def all_free(cluster: LocalCluster) -> AsyncIterator[None]:
     await cluster.assert_all_free()
 
 
-def fail_once(monkeypatch: pytest.MonkeyPatch, service: Any, step: int) -> Callable[[], int]:
-    """The engine's forward pass number `step` fails; returns how many there were."""
-    runner, count = service.engine._runner, 0
-    forward = runner.forward
-
-    def failing(batch: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count == step:
-            raise RuntimeError("a kernel failed")
-        return forward(batch)
-
-    monkeypatch.setattr(runner, "forward", failing)
-    return lambda: count
-
-
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize(("role", "step"), [("prefill", 1), ("prefill", 2), ("decode", 1), ("decode", 8)])
-async def test_an_answer_survives_a_failed_step(
-    cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch, role: str, step: int, n: int
-) -> None:
+async def test_an_answer_survives_a_failed_step(cluster: LocalCluster, role: str, step: int, n: int) -> None:
     whole = await cluster.answer(PROMPT, SEEDED, n=n, cache_salt="whole")
     cluster.forget_prefixes("prefill")
     cluster.forget_prefixes("decode")
     [service] = cluster.prefill if role == "prefill" else cluster.decode
-    steps = fail_once(monkeypatch, service, step)
-    answered = await cluster.answer(PROMPT, SEEDED, n=n, cache_salt="whole")
+    with fails_at(service, step) as steps:
+        answered = await cluster.answer(PROMPT, SEEDED, n=n, cache_salt="whole")
     assert steps() >= step
     assert answered.tokens == whole.tokens
     assert answered.texts == whole.texts
