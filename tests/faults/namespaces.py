@@ -4,7 +4,6 @@ All of it ends with the processes in it: nothing of this host is changed.
 """
 
 import asyncio
-import functools
 import os
 import shutil
 import subprocess
@@ -12,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from common.process import die_with_parent
+from common.process import dying_with_parent
 from faults.cluster import FaultCluster
 from faults.processes import WORKERS
 from faults.proxy import Proxy
@@ -37,9 +36,8 @@ def run_inside(*command: str) -> int:
     setup = f"ip link set lo up; ip link add kvbr type bridge; ip addr add {GATEWAY}/24 dev kvbr; ip link set kvbr up"
     shell = ("sh", "-e", "-c", f'{setup}; exec "$@"', "sh", *command)
     done = subprocess.run(
-        ("unshare", "--net", "--fork", "--kill-child", *shell),
+        dying_with_parent(("unshare", "--net", "--fork", "--kill-child", *shell)),
         env=os.environ | {INSIDE: "1"},
-        preexec_fn=functools.partial(die_with_parent, os.getpid()),
         check=False,
     )
     return done.returncode
