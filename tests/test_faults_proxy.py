@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-from faults.proxy import BLACKHOLE, Proxy, Traffic
+from faults.proxy import BLACKHOLE, Proxy, Traffic, owner_of
 from process_tools import linux
 from redis_tools import eventually
 
@@ -50,6 +50,15 @@ async def test_bytes_pass_and_are_counted_under_their_owners_name(proxy: Proxy) 
     assert await echoed(streams, b"hello") == b"hello"
     await eventually(lambda: (proxy.moved["me", "up"], proxy.moved["me", "down"]) == (5, 5))
     assert (proxy.links("me"), proxy.links("other")) == (1, 0)
+    streams[1].close()
+
+
+async def test_a_local_port_is_its_owners_only_towards_one_far_end(proxy: Proxy) -> None:
+    """Sockets to different far ends may share their local port."""
+    streams = await connected(proxy)
+    port = streams[1].get_extra_info("sockname")[1]
+    me = {"me": os.getpid()}
+    assert (owner_of(port, proxy.port, me), owner_of(port, proxy.port - 1, me)) == ("me", "")
     streams[1].close()
 
 

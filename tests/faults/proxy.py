@@ -128,7 +128,7 @@ class Proxy:
     async def _owner(self, port: int) -> str:
         """Asks again where nobody is found: the kernel's table may change while it is read."""
         for _ in range(OWNER_TRIES):
-            owner = owner_of(port, self._pids())
+            owner = owner_of(port, self.port, self._pids())
             if owner or not self._pids():
                 return owner
             await asyncio.sleep(0.002)
@@ -177,13 +177,16 @@ class Proxy:
             self.held[link.owner, way] -= size
 
 
-def owner_of(port: int, pids: Mapping[str, int]) -> str:
-    """Which of these processes has the socket at this local port, by Linux's tables; "" for none."""
+def owner_of(port: int, far_port: int, pids: Mapping[str, int]) -> str:
+    """Which of these processes has the socket from this local port to that far one, by Linux's tables; "" for none.
+
+    A local port alone may be several sockets': one for each far end.
+    """
     if not pids:
         return ""
-    wanted = f":{port:04X}"
-    lines = [line for table in TABLES for line in table.read_text().splitlines()[1:]]
-    inode = next((row[9] for row in map(str.split, lines) if row[1].endswith(wanted)), None)
+    near, far = f":{port:04X}", f":{far_port:04X}"
+    rows = [line.split() for table in TABLES for line in table.read_text().splitlines()[1:]]
+    inode = next((row[9] for row in rows if row[1].endswith(near) and row[2].endswith(far)), None)
     for name, pid in pids.items():
         with contextlib.suppress(OSError):  # it may end meanwhile
             for entry in os.scandir(f"/proc/{pid}/fd"):
