@@ -28,6 +28,7 @@ from router.workers import Workers
 
 log = get_logger("pipeline")
 MAX_ATTEMPTS = 6  # at one answer, those together with others included
+RETRY_S = 0.02  # before the second attempt; doubles
 MAX_HANDOVERS = 3  # that may fail, in one request
 PREFILL_TOKENS_S = 200.0  # slower than any engine that is worth waiting for
 
@@ -112,6 +113,8 @@ class Pipeline:
                         raise
                     tries -= 1
                     await self._workers.change(self._deadlines.heartbeat_s)
+                else:  # what struck this worker may have struck others, which is noticed meanwhile
+                    await asyncio.sleep(min(RETRY_S * 2 ** (tries - 1), self._deadlines.heartbeat_s))
                 self._metrics.on_resume(error.code)
                 run.failed_handovers += isinstance(error, HandoverError)
                 request, reason = run.request.request_id, error.message
