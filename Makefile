@@ -29,15 +29,15 @@ test: .venv/dev.stamp ## all tests
 
 faults: .venv/dev.stamp ## every fault at every stage of a request, REPEATS times, as a table (half an hour each)
 	rm -f build/faults.jsonl
-	KVRELAY_FAULTS=$(REPEATS) .venv/bin/python -m pytest -s $(PYTEST_FLAGS) tests/e2e/test_fault*.py
+	KVRELAY_FAULTS=$(REPEATS) .venv/bin/python -m pytest -s $(PYTEST_FLAGS) tests/faults
 
 soak: .venv/dev.stamp ## half an hour of requests, aborts and faults, each answer compared (SECONDS_=1800 SOAK_FLAGS=)
-	PYTHONPATH=tests .venv/bin/python -c \
-		"from pathlib import Path; from checkpoints import make_random_checkpoint as make; make(Path('build/tiny'))"
+	.venv/bin/python -c \
+		"from pathlib import Path; from tests.support.checkpoints import make_random_checkpoint as make; make(Path('build/tiny'))"
 	.venv/bin/kvrelay bench soak --model build/tiny --kv-cache-memory 4Mi --faults --seconds $(SECONDS_) $(SOAK_FLAGS)
 
 sim: .venv/dev.stamp ## a million schedules of faults in the simulator (SCHEDULES=)
-	PYTHONPATH=tests .venv/bin/python -m sim --schedules $(SCHEDULES)
+	.venv/bin/python -m sim --schedules $(SCHEDULES)
 
 lint: .venv/dev.stamp ## style and types
 	.venv/bin/ruff check .
@@ -48,11 +48,12 @@ setup: .venv/run.stamp ## what it takes to run
 
 setup-dev: .venv/dev.stamp ## what it takes to work on it
 
-proto: .venv/dev.stamp ## common/rpc, from proto/
-	rm -f common/rpc/*_pb2.py common/rpc/*_pb2.pyi common/rpc/*_pb2_grpc.py
-	.venv/bin/python -m grpc_tools.protoc -Icommon/rpc=proto --python_out=. --pyi_out=. --grpc_python_out=. \
-		common/rpc/types.proto common/rpc/kv.proto common/rpc/prefill.proto common/rpc/decode.proto
-	rm common/rpc/types_pb2_grpc.py
+proto: .venv/dev.stamp ## common/rpc/pb, from proto/
+	rm -f common/rpc/pb/*_pb2*
+	.venv/bin/python -m grpc_tools.protoc -Iproto --python_out=common/rpc/pb --pyi_out=common/rpc/pb \
+		--grpc_python_out=common/rpc/pb proto/*.proto
+	sed -i -E 's/^import (\w+_pb2)( as|$$)/from common.rpc.pb import \1\2/' common/rpc/pb/*_pb2*.py*
+	rm common/rpc/pb/types_pb2_grpc.py
 
 clean: ## removes caches and build outputs
 	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -73,7 +74,7 @@ distclean: clean ## removes the environment, too
 	@$(pip) "$(TORCH)"
 	@$(pip) -e "$$(command -v redis-server >/dev/null && echo . || echo '.[redis]')"
 	@echo "compiling attention for this CPU"
-	@.venv/bin/python -c "from common.ops.native import SOURCE, build; build(SOURCE, library=True)" 2>/dev/null || echo "no C++ compiler: torch will do the attention, slower"
+	@.venv/bin/python -c "from common.compute.ops.cpu.native_attention import SOURCE, build; build(SOURCE, library=True)" 2>/dev/null || echo "no C++ compiler: torch will do the attention, slower"
 	@touch $@
 
 .venv/dev.stamp: .venv/run.stamp

@@ -8,13 +8,13 @@ from typing import Any, cast
 
 import torch
 
-from common.config import EngineConfig
+from common.compute.ops.choose import Ops
 from common.engine.build import BuiltEngine, build_engine
 from common.engine.engine import Engine
 from common.engine.sequence import SamplingParams
 from common.engine.sequence import Sequence as EngineSequence
 from common.errors import EngineFailure, KVRelayError
-from common.ops import Ops
+from common.settings import EngineConfig
 
 FIRST_ID = 256  # special tokens tend to come first
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from common.config import POSITIVE, Bytes, setting
 from common.errors import ConfigError
+from common.settings import POSITIVE, Bytes, setting
 
 MODEL = "model directory, GGUF file or owner/name on the hub (default: the demo model, fetched once)"
 JSON = "one JSON object a row instead of a table"

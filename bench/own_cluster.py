@@ -3,10 +3,10 @@
 import sys
 
 from bench.options import ClusterOptions
-from cli.child import Console
-from cli.cluster import Cluster
 from cli.up import ClusterConfig, UpConfig, check, plan
-from common.config import EngineConfig, RouterConfig, WorkerConfig
+from cluster.children import Console
+from cluster.local_cluster import Cluster
+from common.settings import EngineConfig, RouterConfig, WorkerConfig
 
 RESTART_S = (0.1, 1.0)
 STEP_TOKENS = 256  # of a step on decode workers, which must have room for a token of each sequence

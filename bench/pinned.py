@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cli.child import describe_exit
+from cluster.children import describe_exit
 from common.errors import ConfigError, KVRelayError
-from common.process import die_with_parent
+from common.parent_death import die_with_parent
 
 ERROR = "error"  # the key of an answer that is one
 THREAD_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")

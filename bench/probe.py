@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from common.log import get_logger, log_event
-from common.native import NativeUnavailable, build
+from common.native_build import NativeUnavailable, build
 
 log = get_logger("probe")
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from cli.child import Child
-from cli.cluster import Cluster
+from cluster.children import Child
+from cluster.local_cluster import Cluster
 from common.metrics import PREFIX
 
 PROC = Path("/proc")

@@ -15,19 +15,27 @@ from bench.options import (
     StepOptions,
     StreamsOptions,
 )
-from common.config import add_arguments, from_arguments
+from common.settings import add_arguments, from_arguments
 
 KINDS: dict[str, tuple[type, str, str]] = {  # the options, the module that takes them, a help text
-    "step": (StepOptions, "bench.step", "the engine's own steps, against the machine's limits"),
-    "handover": (HandoverOptions, "bench.handover", "KV from one process to another, against memcpy"),
-    "serve": (ServeOptions, "bench.serve", "a running server under load: TTFT, TPOT, gaps, goodput"),
-    "soak": (SoakOptions, "bench.soak", "a whole cluster for long, under requests of all kinds, aborts and faults"),
-    "burst": (BurstOptions, "bench.burst", "many times more requests at once than there is room for"),
-    "streams": (StreamsOptions, "bench.streams", "files, threads, memory and lag of the router with many streams"),
-    "router": (RouterOptions, "bench.overhead", "CPU time a token of router and wire, and the latency they add"),
+    "step": (StepOptions, "bench.step.step", "the engine's own steps, against the machine's limits"),
+    "handover": (HandoverOptions, "bench.handover.handover", "KV from one process to another, against memcpy"),
+    "serve": (ServeOptions, "bench.serve.serve", "a running server under load: TTFT, TPOT, gaps, goodput"),
+    "soak": (
+        SoakOptions,
+        "bench.soak.soak",
+        "a whole cluster for long, under requests of all kinds, aborts and faults",
+    ),
+    "burst": (BurstOptions, "bench.router.burst", "many times more requests at once than there is room for"),
+    "streams": (
+        StreamsOptions,
+        "bench.router.streams",
+        "files, threads, memory and lag of the router with many streams",
+    ),
+    "router": (RouterOptions, "bench.router.overhead", "CPU time a token of router and wire, and the latency they add"),
     "batching": (
         BatchingOptions,
-        "bench.batching",
+        "bench.step.batching",
         "continuous against static batching, and paged against preallocated memory",
     ),
 }

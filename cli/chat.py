@@ -13,9 +13,9 @@ from typing import Any
 
 import aiohttp
 
-from common.config import listed
 from common.deadlines import Deadlines
 from common.errors import InvalidRequest, KVRelayError, Timeout, Unavailable
+from common.settings import listed
 
 REPORT_HEADER = "X-KVRelay-Report"
 CONTROLS = {code: None for code in (*range(32), 127, *range(128, 160)) if chr(code) not in "\n\t"}  # of terminals
@@ -24,7 +24,7 @@ Message = dict[str, str]
 
 @dataclass(slots=True)
 class Answer:
-    """One answer as it came; `report` is router/generation.py's Report, where it was asked for."""
+    """One answer as it came; `report` is router/pipeline/generation.py's Report, where it was asked for."""
 
     text: str = ""
     finish_reason: str | None = None

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from cli.chat import Answer, ChatClient, Message, show
-from cli.child import Console
-from cli.cluster import run_until_signal
 from cli.up import ClusterConfig, UpConfig, make_cluster
-from common.config import Bytes, EngineConfig, RouterConfig, WorkerConfig
+from cluster.children import Console
+from cluster.local_cluster import run_until_signal
 from common.errors import KVRelayError
-from common.model.opening import open_model
+from common.model.open import open_model
+from common.settings import Bytes, EngineConfig, RouterConfig, WorkerConfig
 from kvtransfer.transport import AUTO, choose
 
 SYSTEM = (

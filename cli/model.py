@@ -3,9 +3,9 @@
 import argparse
 from pathlib import Path
 
-from cli.fetch import MODELS, fetch
+from cluster.model_fetch import MODELS, fetch
 from common.cache_directory import cache_directory
-from common.config import EngineConfig, add_arguments, from_arguments
+from common.settings import EngineConfig, add_arguments, from_arguments
 
 DEMO_MODEL = "smollm2-135m"
 HIDDEN = ("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching", "threads")  # they change nothing shown

@@ -9,9 +9,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from cli.child import ChildSpec, Console, Ready
-from cli.cluster import Cluster, run_until_signal
-from common.config import (
+from cluster.children import ChildSpec, Console, Ready
+from cluster.local_cluster import Cluster, run_until_signal
+from cluster.redis_server import find_redis_server, free_port, server_command
+from common.errors import AddressInUse
+from common.model.hub import is_hub_name
+from common.model.open import open_model
+from common.settings import (
     POSITIVE,
     EngineConfig,
     RedisConfig,
@@ -25,10 +29,6 @@ from common.config import (
     to_arguments,
     to_environment,
 )
-from common.errors import AddressInUse
-from common.model.hub import is_hub_name
-from common.model.opening import open_model
-from common.redis_server import find_redis_server, free_port, server_command
 
 PER_WORKER = ("host", "port", "advertise", "metrics_port", "worker_id")  # not one value for all workers
 BACKOFF_S = (1.0, 30.0)

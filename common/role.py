@@ -11,9 +11,9 @@ from typing import Any
 
 import uvloop
 
-from common.config import add_arguments
 from common.errors import KVRelayError
 from common.log import setup_logging
+from common.settings import add_arguments
 
 
 def run_role(

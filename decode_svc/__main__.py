@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from common.worker import Worker, run_worker
+from common.worker.process import Worker, run_worker
 from decode_svc.service import DecodeService
 from kvtransfer.reader import KVReader
 from kvtransfer.transport import choose

@@ -4,14 +4,14 @@ import asyncio
 from collections.abc import Sequence as Sequenced
 from dataclasses import dataclass, replace
 
-from common.convert import load_to_proto, scores_to_proto, token_to_proto
 from common.engine.batch import StepOutput
 from common.engine.sequence import Sequence
 from common.errors import HandoverError, InvalidRequest, RequestTimeout
-from common.relay import RelayServer, Session
-from common.rpc import decode_pb2, decode_pb2_grpc, types_pb2
-from common.submission import sequences_of
-from common.worker import Worker
+from common.rpc.convert import load_to_proto, scores_to_proto, token_to_proto
+from common.rpc.pb import decode_pb2, decode_pb2_grpc, types_pb2
+from common.worker.process import Worker
+from common.worker.relay import RelayServer, Session
+from common.worker.sequences import sequences_of
 from decode_svc.admission import Admission
 from kvtransfer.handle import KVHandle
 from kvtransfer.reader import KVReader

@@ -12,9 +12,9 @@ import grpc
 
 from common.deadlines import Deadlines
 from common.errors import Draining, HandoverError, TransportUnavailable, WorkerLost
-from common.grpc_server import OpenChannel
 from common.log import get_logger, log_event
-from kvtransfer.client import HolderClient
+from common.rpc.channel import OpenChannel
+from kvtransfer.holder_client import HolderClient
 from kvtransfer.transport import Offer, ReaderTransport, Transport
 
 log = get_logger("kv")

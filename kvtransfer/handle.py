@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 from common.block_hash import BLOCK_SIZE
 from common.errors import HandoverError
-from common.grpc_server import is_address
-from common.rpc import kv_pb2, types_pb2
+from common.rpc.channel import is_address
+from common.rpc.pb import kv_pb2, types_pb2
 from kvtransfer.lease import HANDLE_ID_BYTES
 
 MAX_NAME = 512  # characters of a fingerprint, a layout id or a request id

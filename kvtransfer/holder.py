@@ -7,14 +7,14 @@ from typing import Any
 
 import grpc
 
-from common.convert import error_to_proto
 from common.deadlines import Deadlines
 from common.errors import EpochMismatch, FingerprintMismatch, KVRelayError, TransportUnavailable
-from common.rpc import kv_pb2, kv_pb2_grpc
-from kvtransfer.grpc import GrpcHolder
+from common.rpc.convert import error_to_proto
+from common.rpc.pb import kv_pb2, kv_pb2_grpc
 from kvtransfer.handle import KVHandle
 from kvtransfer.lease import KVLease, LeaseTable
 from kvtransfer.transport import HolderTransport, Ticket
+from kvtransfer.transports.grpc import GrpcHolder
 
 
 class KVHolder(kv_pb2_grpc.KVServicer):

@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 
 from common.deadlines import Deadlines
 from common.errors import FingerprintMismatch, HandoverError, WorkerLost
-from common.grpc_server import OpenChannel, open_channel
 from common.layout import KVLayout
+from common.rpc.channel import OpenChannel, open_channel
 from kvtransfer.claim import Claim, Clock, Sleep
 from kvtransfer.connection import Connections
 from kvtransfer.handle import KVHandle

@@ -12,7 +12,7 @@ from common.errors import ConfigError, TransportUnavailable
 
 AUTO = "auto"
 # Best first; a module is imported when its transport is wanted.
-MODULES = {"shm": "kvtransfer.shm", "grpc": "kvtransfer.grpc"}
+MODULES = {"shm": "kvtransfer.transports.shm", "grpc": "kvtransfer.transports.grpc"}
 
 
 class BlockMemory(Protocol):

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from common.worker import Worker, run_worker
+from common.worker.process import Worker, run_worker
 from kvtransfer.holder import KVHolder
 from kvtransfer.lease import LeaseTable
 from kvtransfer.transport import choose, holders

@@ -3,15 +3,15 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from common.convert import load_to_proto, scores_to_proto, token_to_proto
 from common.engine.batch import StepOutput, TokenOutput
 from common.engine.sequence import Sequence
 from common.errors import InvalidRequest, KVRelayError, Overloaded, RequestTimeout
-from common.relay import RelayServer, Session
-from common.rpc import kv_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
-from common.submission import sequences_of
+from common.rpc.convert import load_to_proto, scores_to_proto, token_to_proto
+from common.rpc.pb import kv_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
 from common.tasks import end
-from common.worker import Worker
+from common.worker.process import Worker
+from common.worker.relay import RelayServer, Session
+from common.worker.sequences import sequences_of
 from kvtransfer.holder import KVHolder
 from kvtransfer.lease import LeaseTable
 

@@ -12,26 +12,26 @@ from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
 
-from common.config import RequestLimits
 from common.deadlines import Deadlines
 from common.errors import KVRelayError, RequestTimeout
 from common.metrics import RouterMetrics
-from router.access import allow_origins, answer_preflight, require_key
-from router.echo import echo_alone
-from router.generation import Delta, Generation, GenerationRequest
-from router.http_errors import CLIENT_LEFT, add_request_id, errors_as_json, json_reply, known_error
-from router.http_server import Connections, make_runner, read_body, tell_guards
-from router.merge import MergedDeltas
-from router.openai import ChatRequest, CompletionRequest, Request
-from router.openapi import describe
-from router.pages import ModelCard, Pages
-from router.params import RequestBuilder
-from router.replies import ErrorBody, server_timing
-from router.reply_builder import ChatReply, CompletionReply, Reply
-from router.sse import ClientGone, EventStream
-from router.text import TextModel
-from router.tokenizing import DetokenizeRequest, TokenizeRequest, Tokenizing
-from router.wire import parse
+from common.settings import RequestLimits
+from common.text.model import TextModel
+from router.http.access import allow_origins, answer_preflight, require_key
+from router.http.error_replies import CLIENT_LEFT, add_request_id, errors_as_json, json_reply, known_error
+from router.http.openapi import describe
+from router.http.pages import ModelCard, Pages
+from router.http.server import Connections, make_runner, read_body, tell_guards
+from router.http.sse import ClientGone, EventStream
+from router.openai.replies import ErrorBody, server_timing
+from router.openai.reply_builder import ChatReply, CompletionReply, Reply
+from router.openai.request_builder import RequestBuilder
+from router.openai.requests import ChatRequest, CompletionRequest, Request
+from router.openai.strict_json import parse
+from router.openai.tokenize import DetokenizeRequest, TokenizeRequest, Tokenizing
+from router.pipeline.echo import echo_alone
+from router.pipeline.generation import Delta, Generation, GenerationRequest
+from router.pipeline.merge import MergedDeltas
 
 INLINE_BODY = 32 * 2**10  # bytes; larger ones are parsed and tokenized in a thread
 DONE = "[DONE]"

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+pytest_plugins = ("tests.support.redis_fixture", "tests.support.text_fixture")
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch, here and in child processes: tests share the cores
 
 

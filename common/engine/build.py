@@ -5,11 +5,15 @@ from dataclasses import dataclass
 
 import torch
 
-from common.config import EngineConfig
+from common.compute.decoder import Decoder
+from common.compute.ops.choose import choose_ops
+from common.compute.readers.open_tensors import open_tensors
+from common.compute.readers.safetensors_reader import SafetensorsReader
+from common.compute.weights import load_weights
 from common.engine.batch import Batch, ScheduledChunk
 from common.engine.block_pool import BlockPool
 from common.engine.engine import Engine
-from common.engine.kv_cache import KVPool
+from common.engine.kv_pool import KVPool
 from common.engine.limits import SchedulerConfig
 from common.engine.runner import Runner
 from common.engine.sampler import Sampler
@@ -24,13 +28,9 @@ from common.memory import (
     resident_bytes,
 )
 from common.model.config import ModelConfig, parse_config, parse_generation
-from common.model.decoder import Decoder
 from common.model.fingerprint import fingerprint
-from common.model.opening import open_model
-from common.model.readers import open_tensors
-from common.model.tensor_files import SafetensorsReader
-from common.model.weights import load_weights
-from common.ops import choose_ops
+from common.model.open import open_model
+from common.settings import EngineConfig
 
 Progress = Callable[[int, int], None]
 

@@ -5,10 +5,10 @@ from itertools import accumulate
 import torch
 
 from common.block_hash import BLOCK_SIZE
+from common.compute.decoder import Decoder
+from common.compute.ops.choose import StepInput
 from common.engine.batch import Batch
-from common.engine.kv_cache import KVPool
-from common.model.decoder import Decoder
-from common.ops import StepInput
+from common.engine.kv_pool import KVPool
 
 
 class Runner:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from common.block_hash import BLOCK_SIZE, SCHEME
 from common.errors import ModelError
-from common.model.checkpoint import read_checkpoint
 from common.model.config import JsonFile
+from common.model.safetensors_header import read_checkpoint
 
 SAMPLED_BYTES = 4096  # of each tensor: enough to tell a fine-tune apart, little enough to read at each start
 WIRE_VERSION = 2  # of proto/; raised when old and new peers would misread each other

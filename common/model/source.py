@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from common.model.checkpoint import TensorInfo
 from common.model.json_file import JsonFile
+from common.model.safetensors_header import TensorInfo
 
 
 @dataclass(frozen=True, slots=True)

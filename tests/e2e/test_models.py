@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import make_random_checkpoint
-from fake_hub import Hub
-from gguf_models import Kind, random_model, write_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from common.model.opening import open_source
-from router.text import TextModel
+from common.model.open import open_source
+from common.text.model import TextModel
+from tests.support.checkpoints import make_random_checkpoint
+from tests.support.fake_hub import Hub
+from tests.support.gguf_models import Kind, random_model, write_model
 
 FLAGS = ["--port", "0", "--dtype", "float32", "--max-model-len", "256", "--kv-cache-memory", "32Mi"]
 PROMPT, COUNT = "hello world", 24

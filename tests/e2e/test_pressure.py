@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from checkpoints import make_random_checkpoint
-from pressure import LARGE, LONG, START_S, WORKERS, Pressure, eventually, unread_stream
-from process_tools import linux
 
 from bench.options import ClusterOptions
 from bench.own_cluster import own_cluster
 from bench.processes import Processes
-from bench.soak_requests import Plan, draw
-from bench.soak_tally import Tally
-from common.config import Bytes
+from bench.soak.request_mix import Plan, draw
+from bench.soak.tally import Tally
 from common.deadlines import Deadlines
+from common.settings import Bytes
+from tests.support.checkpoints import make_random_checkpoint
+from tests.support.pressure import LARGE, LONG, START_S, WORKERS, Pressure, eventually, unread_stream
+from tests.support.process_tools import linux
 
 pytestmark = [linux, pytest.mark.asyncio(loop_scope="module")]
 SCALE = 0.4

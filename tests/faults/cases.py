@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from faults.processes import DEADLINES
-from faults.proxy import BLACKHOLE, Traffic
+from tests.faults.processes import DEADLINES
+from tests.faults.proxy import BLACKHOLE, Traffic
 
 
 class Stage(StrEnum):

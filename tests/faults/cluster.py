@@ -8,9 +8,9 @@ from typing import Any, TextIO
 
 import aiohttp
 
-from faults.client import Answer, Asked
-from faults.processes import DEADLINES, SCALE, START_S, WORKERS, Processes
-from faults.tools import eventually, met, open_files, total
+from tests.faults.client import Answer, Asked
+from tests.faults.processes import DEADLINES, SCALE, START_S, WORKERS, Processes
+from tests.faults.tools import eventually, met, open_files, total
 
 SETTLE_S = DEADLINES.lease_s + 5.0 * SCALE + 1.0  # until nothing is held for anybody; 1 s for a busy machine
 LONG_SUBMISSION = 1000  # bytes; more than short prompts and what keeps a connection alive

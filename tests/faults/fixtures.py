@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import pytest_asyncio
 
-from faults.cluster import FaultCluster
-from faults.report import Record
-from faults.tools import tiny_model
+from tests.faults.cluster import FaultCluster
+from tests.faults.report import Record
+from tests.faults.tools import tiny_model
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from common.process import dying_with_parent
-from faults.cluster import FaultCluster
-from faults.processes import WORKERS
-from faults.proxy import Proxy
-from faults.tools import eventually
+from common.parent_death import dying_with_parent
+from tests.faults.cluster import FaultCluster
+from tests.faults.processes import WORKERS
+from tests.faults.proxy import Proxy
+from tests.faults.tools import eventually
 
 INSIDE = "KVRELAY_FAULTS_INSIDE"  # set in the test's own namespace
 TOOLS = ("ip", "unshare", "nsenter", "tc")

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from cli.child import Child, ChildSpec, Console
 from cli.up import child_environment, redis_ready
+from cluster.children import Child, ChildSpec, Console
+from cluster.redis_server import find_redis_server, server_command
 from common.deadlines import Deadlines
-from common.redis_server import find_redis_server, server_command
-from faults.proxy import Proxy
+from tests.faults.proxy import Proxy
 
 SCALE = 0.3
 DEADLINES = Deadlines().scaled(SCALE)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from faults.cases import STAGES, Case, Stage
-from faults.run import Outcome
+from tests.faults.cases import STAGES, Case, Stage
+from tests.faults.run import Outcome
 
 REPEATS = int(os.environ.get("KVRELAY_FAULTS", "0"))  # of the whole matrix; 0: the quick part of it, once
 LINES = Path(os.environ.get("KVRELAY_FAULTS_REPORT", "build/faults.jsonl"))

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from faults.cases import (
+from tests.faults.cases import (
     BODIES,
     CHECK,
     COMPANIONS,
@@ -23,10 +23,10 @@ from faults.cases import (
     Fault,
     Stage,
 )
-from faults.client import BROKEN, Answer, Asked
-from faults.cluster import FaultCluster
-from faults.proxy import Traffic
-from faults.tools import MEET_S, Disturbed, met, undisturbed
+from tests.faults.client import BROKEN, Answer, Asked
+from tests.faults.cluster import FaultCluster
+from tests.faults.proxy import Traffic
+from tests.faults.tools import MEET_S, Disturbed, met, undisturbed
 
 
 @dataclass(frozen=True, slots=True)

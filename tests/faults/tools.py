@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from checkpoints import make_random_checkpoint
+from tests.support.checkpoints import make_random_checkpoint
 
 T = TypeVar("T")
 MEET_S = 10.0  # for a stage of a request

@@ -1,0 +1,73 @@
+"""A model in one GGUF file; needs no torch."""
+
+import hashlib
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from common.errors import ModelError
+from common.model.fingerprint import add_tensors, add_to_digest
+from common.model.gguf.config import gguf_config, gguf_generation
+from common.model.gguf.header import GgufFile, read_gguf
+from common.model.gguf.tensor_names import NamedTensor, named_tensors
+from common.model.gguf.tokenizer import gguf_tokenizer, gguf_tokenizer_config, tokenizer_kind
+from common.model.json_file import JsonFile
+from common.model.safetensors_header import TensorInfo
+from common.model.source import TemplateFile
+
+
+class GgufSource:
+    """A ModelSource; the file is read at the first question."""
+
+    def __init__(self, path: Path, name: str = "") -> None:
+        self.path = path
+        self.name = name or path.stem
+
+    @cached_property
+    def file(self) -> GgufFile:
+        return read_gguf(self.path)
+
+    @cached_property
+    def named(self) -> Mapping[str, NamedTensor]:
+        """Tensors by their Hugging Face names."""
+        self.config()  # an unknown architecture is said first
+        return named_tensors(self.file)
+
+    def config(self) -> JsonFile:
+        return JsonFile(self.path, gguf_config(self.file))
+
+    def generation(self) -> JsonFile:
+        return JsonFile(self.path, gguf_generation(self.file))
+
+    def tokenizer_json(self) -> JsonFile:
+        return JsonFile(self.path, gguf_tokenizer(self.file))
+
+    def tokenizer_config(self) -> Mapping[str, Any]:
+        return gguf_tokenizer_config(self.file)
+
+    def chat_template(self) -> TemplateFile | None:
+        text = self.file.optional("tokenizer.chat_template", str)
+        return None if text is None else TemplateFile(self.path, text)
+
+    def tokenizer_kind(self) -> str:
+        return tokenizer_kind(self.file)
+
+    def tensors(self) -> tuple[TensorInfo, ...]:
+        places = ((name, named.source) for name, named in self.named.items())
+        return tuple(
+            TensorInfo(name, self.path, place.type.name, place.shape, place.offset, place.num_bytes)
+            for name, place in places
+        )
+
+    def revision(self) -> str:
+        """Of the header, which holds the tokenizer, and of the start of each tensor."""
+        digest = hashlib.sha256()
+        try:
+            with self.path.open("rb") as data:
+                add_to_digest(digest, data.read(self.file.data_start))
+        except OSError as error:
+            raise ModelError(f"{self.path} can't be read: {error.strerror}", field="model") from error
+        places = [(tensor.offset, tensor.num_bytes) for tensor in self.file.tensors.values()]
+        add_tensors(digest, self.path, places)
+        return digest.hexdigest()

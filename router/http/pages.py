@@ -1,0 +1,87 @@
+"""Pages that say what is served and how it is: models, version, health, readiness, metrics."""
+
+from collections.abc import Callable
+from typing import Literal
+
+from aiohttp import web
+from pydantic import BaseModel
+
+from common.errors import ModelNotFound
+from common.metrics import RouterMetrics, metrics_response
+from common.version import VERSION
+from router.http.error_replies import json_reply
+from router.openai.strict_json import cut
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int  # Unix time, seconds
+    owned_by: str = "kvrelay"
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Version(BaseModel):
+    version: str
+
+
+class Health(BaseModel):
+    status: str
+
+
+class Readiness(BaseModel):
+    ready: bool
+    reason: str
+
+
+class Pages:
+    """Of one served model."""
+
+    def __init__(self, card: ModelCard, ready: Callable[[], tuple[bool, str]], metrics: RouterMetrics) -> None:
+        self._card = card
+        self._ready = ready
+        self._metrics = metrics
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/v1/models", self._models),
+            web.get("/v1/models/{model:.+}", self._model),
+            web.get("/version", self._version),
+            web.get("/health", self._health),
+            web.get("/ready", self._readiness),
+            web.get("/metrics", self._metrics_page),
+        ]
+
+    def check_model(self, name: str | None) -> None:
+        """None: whichever is served. Raises ModelNotFound."""
+        if name not in (None, self._card.id):
+            raise ModelNotFound(f"the model {cut(name or '')} does not exist; there is {self._card.id}", field="model")
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return _page(ModelList(data=[self._card]))
+
+    async def _model(self, http: web.Request) -> web.Response:
+        self.check_model(http.match_info["model"])
+        return _page(self._card)
+
+    async def _version(self, _: web.Request) -> web.Response:
+        return _page(Version(version=VERSION))
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return _page(Health(status="ok"))
+
+    async def _readiness(self, _: web.Request) -> web.Response:
+        ready, reason = self._ready()
+        return _page(Readiness(ready=ready, reason=reason), status=200 if ready else 503)
+
+    async def _metrics_page(self, http: web.Request) -> web.Response:
+        return metrics_response(self._metrics.registry, http.headers.get("Accept", ""))
+
+
+def _page(model: BaseModel, status: int = 200) -> web.Response:
+    return json_reply(model.model_dump_json(), status)

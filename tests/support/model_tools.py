@@ -1,0 +1,67 @@
+"""A model over a pool, and chunks of sequences for it, without a scheduler."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from common.block_hash import BLOCK_SIZE
+from common.compute.decoder import Decoder
+from common.compute.ops.choose import choose_ops
+from common.compute.readers.safetensors_reader import SafetensorsReader
+from common.compute.weights import load_weights
+from common.engine import sequence
+from common.engine.batch import Batch, ScheduledChunk
+from common.engine.kv_pool import KVPool
+from common.engine.runner import Runner
+from common.model.config import load_config
+
+
+def make_runner(
+    directory: Path,
+    dtype: str = "float32",
+    num_blocks: int = 64,
+    fill: float = torch.nan,
+    backend: str = "torch",
+) -> Runner:
+    """A runner whose pool is full of what no answer may depend on."""
+    config = load_config(directory)
+    pool = KVPool(config.kv_layout(dtype), num_blocks, shared=False)
+    pool.blocks.fill_(fill)
+    weights = load_weights(SafetensorsReader(directory), config, dtype)
+    return Runner(Decoder(config, weights, choose_ops(config, backend)), pool)
+
+
+def random_ids(count: int, seed: int = 0, vocab_size: int = 288) -> list[int]:
+    return torch.randint(vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def chunk(
+    token_ids: Sequence[int], start: int, length: int, *, first_block: int = 0, samples: bool = True
+) -> ScheduledChunk:
+    """`length` tokens of a sequence from `start` on; its blocks follow each other from `first_block`."""
+    end = start + length
+    owner = sequence.Sequence("test", list(token_ids), len(token_ids), sequence.SamplingParams())
+    blocks = tuple(range(first_block, first_block - (-end // BLOCK_SIZE)))
+    return ScheduledChunk(owner, start, tuple(token_ids[start:end]), blocks, samples)
+
+
+def logits_by_chunks(runner: Runner, token_ids: Sequence[int], lengths: Sequence[int], **options: int) -> torch.Tensor:
+    """[len(lengths), vocab]: those of each chunk's last token, one chunk a step."""
+    start, rows = 0, []
+    for length in lengths:
+        rows.append(runner.forward(Batch((chunk(token_ids, start, length, **options),))))
+        start += length
+    return torch.cat(rows)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Torch's threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
