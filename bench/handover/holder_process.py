@@ -1,7 +1,7 @@
 """The holder of `kvrelay bench handover`, in a process of its own, and the caller's side of it.
 
-python -m bench.handover.holder_process JSON says where its pool is; then it answers each line (a number of tokens, block ids)
-with a handle in hex, until standard input ends.
+python -m bench.handover.holder_process JSON says where its pool is; then it answers each line (a number of tokens,
+block ids) with a handle in hex, until standard input ends.
 """
 
 import asyncio

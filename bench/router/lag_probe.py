@@ -1,7 +1,7 @@
 """Asks one page again and again, over one connection, in a process of its own, and tells how long that took.
 
-python -m bench.router.lag_probe '{"host": ..., "port": ..., "every_ms": ...}'; ends with its standard input, and then prints
-the times in milliseconds as JSON. A page without work takes the time until the server's event loop is free, its
+python -m bench.router.lag_probe '{"host": ..., "port": ..., "every_ms": ...}'; ends with its standard input, and then
+prints the times in milliseconds as JSON. A page without work takes the time until the server's event loop is free, its
 handler, and this machine's scheduling of both processes.
 """
 

@@ -1,6 +1,7 @@
 """One of our roles under cProfile, by the CPU time of its main thread: waiting takes none.
 
-python -m bench.router.profiled FILE MODULE [FLAG ...]: counts from the signal BEGIN on; FILE is written when MODULE.main ends.
+python -m bench.router.profiled FILE MODULE [FLAG ...]: counts from the signal BEGIN on; FILE is written when
+MODULE.main ends.
 """
 
 import cProfile

@@ -1,4 +1,4 @@
-"""One round of `kvrelay bench step` on the cores that this process is bound to: python -m bench.step.step_worker JSON."""
+"""One round of `kvrelay bench step` on the cores that it is bound to: python -m bench.step.step_worker JSON."""
 
 import json
 import sys

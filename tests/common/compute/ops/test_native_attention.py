@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_ops_reference import CHUNKS, ROPE, make_cache, make_config, make_step, random
 
 from common import native_build as builder
 from common.compute.ops.choose import choose_ops
@@ -15,6 +14,7 @@ from common.compute.ops.table import Ops
 from common.errors import ConfigError
 from common.model.config import LayerConfig, ModelConfig
 from common.native_build import NativeUnavailable
+from tests.common.compute.ops.test_reference_ops import CHUNKS, ROPE, make_cache, make_config, make_step, random
 
 LARGE = [(0, 600), (500, 100)]  # worth more threads than one
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
