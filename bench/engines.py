@@ -10,11 +10,11 @@ import torch
 
 from common.compute.ops.choose import Ops
 from common.engine.build import BuiltEngine, build_engine
+from common.engine.config import EngineConfig
 from common.engine.engine import Engine
-from common.engine.sequence import SamplingParams
 from common.engine.sequence import Sequence as EngineSequence
 from common.errors import EngineFailure, KVRelayError
-from common.settings import EngineConfig
+from common.sampling import SamplingParams
 
 FIRST_ID = 256  # special tokens tend to come first
 

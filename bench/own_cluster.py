@@ -6,7 +6,9 @@ from bench.options import ClusterOptions
 from cli.up import ClusterConfig, UpConfig, check, plan
 from cluster.children import Console
 from cluster.local_cluster import Cluster
-from common.settings import EngineConfig, RouterConfig, WorkerConfig
+from common.engine.config import EngineConfig
+from common.worker.config import WorkerConfig
+from router.config import RouterConfig
 
 RESTART_S = (0.1, 1.0)
 STEP_TOKENS = 256  # of a step on decode workers, which must have room for a token of each sequence

@@ -10,10 +10,13 @@ from cli.chat import Answer, ChatClient, Message, show
 from cli.up import ClusterConfig, UpConfig, make_cluster
 from cluster.children import Console
 from cluster.local_cluster import run_until_signal
+from common.engine.config import EngineConfig
 from common.errors import KVRelayError
 from common.model.open import open_model
-from common.settings import Bytes, EngineConfig, RouterConfig, WorkerConfig
+from common.settings import Bytes
+from common.worker.config import WorkerConfig
 from kvtransfer.transport import AUTO, choose
+from router.config import RouterConfig
 
 SYSTEM = (
     "You are a friendly physics teacher. You explain things to curious people who are not experts, "

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from cluster.model_fetch import MODELS, fetch
 from common.cache_directory import cache_directory
-from common.settings import EngineConfig, add_arguments, from_arguments
+from common.engine.config import EngineConfig
+from common.settings import add_arguments, from_arguments
 
 DEMO_MODEL = "smollm2-135m"
 HIDDEN = ("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching", "threads")  # they change nothing shown

@@ -5,13 +5,13 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from common.engine.config import EngineConfig
 from common.layout import DTYPE_BYTES
 from common.memory import MemoryPlan
 from common.model.config import parse_config, parse_generation
 from common.model.fingerprint import fingerprint
 from common.model.open import open_model
 from common.model.safetensors_header import DTYPES
-from common.settings import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,23 +12,14 @@ from dataclasses import dataclass, fields, replace
 from cluster.children import ChildSpec, Console, Ready
 from cluster.local_cluster import Cluster, run_until_signal
 from cluster.redis_server import find_redis_server, free_port, server_command
+from common.discovery.config import RedisConfig
+from common.engine.config import EngineConfig
 from common.errors import AddressInUse
 from common.model.hub import is_hub_name
 from common.model.open import open_model
-from common.settings import (
-    POSITIVE,
-    EngineConfig,
-    RedisConfig,
-    RequestLimits,
-    RouterConfig,
-    WorkerConfig,
-    add_arguments,
-    env_of,
-    from_arguments,
-    setting,
-    to_arguments,
-    to_environment,
-)
+from common.settings import POSITIVE, add_arguments, env_of, from_arguments, setting, to_arguments, to_environment
+from common.worker.config import WorkerConfig
+from router.config import RequestLimits, RouterConfig
 
 PER_WORKER = ("host", "port", "advertise", "metrics_port", "worker_id")  # not one value for all workers
 BACKOFF_S = (1.0, 30.0)

@@ -6,7 +6,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, field, fields
 from typing import Any, TypeVar
 
 from common.errors import ConfigError
@@ -46,113 +46,6 @@ def setting(
     """
     metadata = {"help": help, "choices": choices, "within": within, "flag": flag, "secret": secret}
     return field(default=default, metadata=metadata, repr=not secret)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSettings:
-    """Which model, of those who compute with it and of those who handle its text."""
-
-    model: str = setting(MISSING, "model directory, GGUF file or owner/name on the Hugging Face hub")
-    load_format: str = setting("auto", "of the weights (auto: what is there)", choices=("auto", "safetensors", "gguf"))
-    revision: str | None = setting(None, "branch, tag or commit on the hub (default: its main branch)")
-    tokenizer: str | None = setting(None, "another model, for its tokenizer and chat template (default: the model's)")
-    served_model_name: str = setting("", "name in the API and in metrics (default: the model's own)")
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig(ModelSettings):
-    """One engine: a model, its KV pool and how much a step may take on."""
-
-    dtype: str = setting("auto", "of weights and KV", choices=("auto", "float32", "bfloat16", "float16"))
-    max_model_len: int | None = setting(
-        None, "longest prompt plus output, tokens (default: the model's own)", within=POSITIVE
-    )
-    max_num_seqs: int = setting(64, "sequences running at once", within=POSITIVE)
-    max_num_batched_tokens: int | None = setting(
-        None, "tokens a step may compute (default: 512, on decode workers 256)", within=POSITIVE
-    )
-    enable_prefix_caching: bool = setting(True, "keep full blocks for later requests with the same prefix")
-    kv_cache_memory: Bytes | None = setting(
-        None, "size of the KV pool, such as 512Mi (default: this worker's part of the memory)", within=POSITIVE
-    )
-    attention_backend: str = setting(
-        "auto",
-        "attention's code: compiled here for this CPU, or torch's operations",
-        choices=("auto", "native", "torch"),
-    )
-    gpu_memory_utilization: float = setting(
-        0.5, "share of the memory that all workers of this host may use together", within=(0.01, 1.0)
-    )
-    workers_per_host: int = setting(1, "workers on this host, which share its memory", within=POSITIVE)
-    threads: int | None = setting(
-        None, "CPU threads of the step loop (default: the cores this process may use)", within=POSITIVE
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class RedisConfig:
-    """Where workers and routers find each other."""
-
-    redis_url: str = setting("redis://127.0.0.1:6379/0", "the registry and prefix index")
-    redis_namespace: str = setting("kvrelay", "prefix of all keys: one cluster, one namespace")
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerConfig:
-    """The network side of a prefill or decode worker."""
-
-    host: str = setting("127.0.0.1", "address to bind")
-    port: int = setting(0, "gRPC port (0: any free one)", within=PORTS)
-    advertise: str = setting("", "host:port that others reach this worker at (default: what it binds)")
-    metrics_port: int = setting(0, "port of /metrics and /health over HTTP (0: any free one)", within=PORTS)
-    worker_id: str = setting("", "name in logs, metrics and Redis, unique there (default: role and address)")
-    transport: str = setting("auto", "ways to move KV, best first, comma-separated (auto: all that can be proven)")
-    max_held_kv: float = setting(
-        0.75,
-        "share of a prefill worker's blocks that may be held for others before it refuses prompts",
-        within=(0.0, 1.0),
-    )
-    log_level: str = setting("info", "least level logged", choices=("debug", "info", "warning", "error"))
-    drain_timeout: float = setting(
-        30.0, "seconds that running requests get to end after SIGTERM", within=(0.0, 86400.0)
-    )
-    deadline_scale: float = setting(1.0, "factor on all time-outs; for tests", within=(1e-3, 1e3))
-
-
-@dataclass(frozen=True, slots=True)
-class RouterConfig(ModelSettings):
-    """The HTTP side."""
-
-    host: str = setting("127.0.0.1", "address to bind")
-    port: int = setting(8000, "HTTP port", within=PORTS)
-    max_model_len: int | None = setting(
-        None, "longest prompt plus output, tokens (default: the model's own)", within=POSITIVE
-    )
-    api_key: str = setting("", "keys that clients must show one of, comma-separated (default: none)", secret=True)
-    allowed_origins: str = setting("", "origins that browsers may call from, comma-separated, or * (default: none)")
-    max_unsplit_tokens: int = setting(
-        32, "prompts with so few uncached tokens may skip the prefill pool, where that is quicker", within=(0, None)
-    )
-    max_queued_requests: int = setting(
-        1024, "requests that may wait for room in the decode pool; more are refused (429)", within=(0, None)
-    )
-    log_level: str = setting("info", "least level logged", choices=("debug", "info", "warning", "error"))
-    drain_timeout: float = setting(
-        30.0, "seconds that running requests get to end after SIGTERM", within=(0.0, 86400.0)
-    )
-    deadline_scale: float = setting(1.0, "factor on all time-outs; for tests", within=(1e-3, 1e3))
-
-
-@dataclass(frozen=True, slots=True)
-class RequestLimits:
-    """How much one HTTP request may ask for."""
-
-    max_body_size: Bytes = setting(Bytes(64 * 2**20), "of a request, such as 64Mi", within=POSITIVE)
-    max_n: int = setting(16, "answers to one prompt", within=(1, 128))
-    max_answers: int = setting(256, "answers to one request: its prompts times n", within=POSITIVE)
-    max_stop_strings: int = setting(16, "stop strings of one request", within=(1, 128))
-    max_logit_bias: int = setting(1024, "entries of logit_bias", within=(1, 8192))
-    max_bad_words: int = setting(128, "entries of bad_words", within=(1, 1024))
 
 
 Config = TypeVar("Config")

@@ -12,19 +12,21 @@ from dataclasses import replace
 from aiohttp import web
 
 from common.deadlines import Deadlines
+from common.discovery.config import RedisConfig
 from common.discovery.redis_client import connect
 from common.discovery.registry import Registry
 from common.errors import AddressInUse
-from common.metrics import RouterMetrics
 from common.model.open import open_model
 from common.role import announce_ready, run_role, stop_on_signals
 from common.rpc.channel import join_address
-from common.settings import RedisConfig, RequestLimits, RouterConfig, from_arguments, listed
+from common.settings import from_arguments, listed
 from common.tasks import end, until
 from common.text.model import TextModel
 from router.app import build_app, build_runner
+from router.config import RequestLimits, RouterConfig
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.workers import Workers
+from router.metrics import RouterMetrics
 from router.pipeline.pipeline import Pipeline
 
 BACKLOG = 4096  # connections that wait for the event loop to accept them; with too few the kernel resets some

@@ -14,15 +14,15 @@ from aiohttp import web
 
 from common.deadlines import Deadlines
 from common.errors import KVRelayError, RequestTimeout
-from common.metrics import RouterMetrics
-from common.settings import RequestLimits
 from common.text.model import TextModel
+from router.config import RequestLimits
 from router.http.access import allow_origins, answer_preflight, require_key
 from router.http.error_replies import CLIENT_LEFT, add_request_id, errors_as_json, json_reply, known_error
 from router.http.openapi import describe
 from router.http.pages import ModelCard, Pages
 from router.http.server import Connections, make_runner, read_body, tell_guards
 from router.http.sse import ClientGone, EventStream
+from router.metrics import RouterMetrics
 from router.openai.replies import ErrorBody, server_timing
 from router.openai.reply_builder import ChatReply, CompletionReply, Reply
 from router.openai.request_builder import RequestBuilder

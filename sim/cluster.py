@@ -17,10 +17,10 @@ from common.engine.limits import SchedulerConfig
 from common.engine.scheduler import Reservation, Scheduler
 from common.errors import RedisUnreachable
 from common.layout import KVLayout
-from common.metrics import RouterMetrics, WorkerMetrics
-from common.settings import WorkerConfig
 from common.text.detokenize import ByteLevelDetokenizer, Detokenizer
+from common.worker.config import WorkerConfig
 from common.worker.health import Health
+from common.worker.metrics import WorkerMetrics
 from common.worker.process import Worker, WorkerInfo
 from decode_svc.service import DecodeService
 from kvtransfer.holder import KVHolder
@@ -30,6 +30,7 @@ from kvtransfer.transport import Ticket, holders
 from prefill_svc.service import PrefillService
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.workers import Workers
+from router.metrics import RouterMetrics
 from router.pipeline.pipeline import Pipeline
 from sim.channel import SimChannel
 from sim.loop import NODE, Node, SimLoop

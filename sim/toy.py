@@ -8,8 +8,9 @@ from collections.abc import Sequence as Sequenced
 from dataclasses import dataclass
 
 from common.block_hash import BLOCK_SIZE
-from common.engine.batch import Batch, Logprob, Sample
-from common.engine.sequence import SamplingParams, Sequence, fork_seed
+from common.engine.batch import Batch, Sample
+from common.engine.sequence import Sequence
+from common.sampling import Logprob, SamplingParams, fork_seed
 
 VOCAB = 40
 EOS = 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from common.block_hash import BLOCK_SIZE
 from common.deadlines import Deadlines
 from common.engine.limits import SchedulerConfig
-from common.engine.sequence import SamplingParams
+from common.sampling import SamplingParams
 from router.pipeline.generation import Delta, Generation, GenerationRequest
 from sim.cluster import WorkerShape
 from sim.loop import Node

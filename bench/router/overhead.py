@@ -34,7 +34,8 @@ from cli.up import ClusterConfig, UpConfig, check, plan
 from cluster.children import Console
 from cluster.local_cluster import Cluster, run_until_signal
 from common.errors import Unavailable
-from common.settings import RouterConfig, WorkerConfig
+from common.worker.config import WorkerConfig
+from router.config import RouterConfig
 
 RUN_S = 3600.0
 COLUMNS = (

@@ -19,9 +19,10 @@ import torch
 from common.block_hash import BLOCK_SIZE
 from common.engine.batch import Batch, ScheduledChunk
 from common.engine.build import BuiltEngine, build_engine
-from common.engine.sequence import SamplingParams
+from common.engine.config import EngineConfig
 from common.engine.sequence import Sequence as EngineSequence
-from common.settings import Bytes, EngineConfig
+from common.sampling import SamplingParams
+from common.settings import Bytes
 
 PROMPTS = (
     "The capital of France is",

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from common.engine.sequence import FinishReason, Sequence
+from common.engine.sequence import Sequence
 from common.errors import KVRelayError
+from common.sampling import FinishReason, Logprob
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +29,6 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return sum(len(chunk.token_ids) for chunk in self.chunks)
-
-
-@dataclass(frozen=True, slots=True)
-class Logprob:
-    token_id: int
-    logprob: float
-    rank: int  # 1: the most likely
 
 
 @dataclass(frozen=True, slots=True)

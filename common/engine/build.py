@@ -12,13 +12,14 @@ from common.compute.readers.safetensors_reader import SafetensorsReader
 from common.compute.weights import load_weights
 from common.engine.batch import Batch, ScheduledChunk
 from common.engine.block_pool import BlockPool
+from common.engine.config import EngineConfig
 from common.engine.engine import Engine
 from common.engine.kv_pool import KVPool
 from common.engine.limits import SchedulerConfig
 from common.engine.runner import Runner
 from common.engine.sampler import Sampler
 from common.engine.scheduler import Scheduler
-from common.engine.sequence import SamplingParams, Sequence
+from common.engine.sequence import Sequence
 from common.layout import KVLayout
 from common.memory import (
     MemoryPlan,
@@ -30,7 +31,7 @@ from common.memory import (
 from common.model.config import ModelConfig, parse_config, parse_generation
 from common.model.fingerprint import fingerprint
 from common.model.open import open_model
-from common.settings import EngineConfig
+from common.sampling import SamplingParams
 
 Progress = Callable[[int, int], None]
 

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 from common.block_hash import BLOCK_SIZE
-from common.engine.sequence import FinishReason, Sequence
+from common.engine.sequence import Sequence
 from common.errors import ConfigError
+from common.sampling import FinishReason
 
 
 @dataclass(frozen=True, slots=True)

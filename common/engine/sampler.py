@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.engine.batch import Batch, Logprob, PromptScores, Sample
-from common.engine.sequence import SamplingParams, Sequence, fork_seed
+from common.engine.batch import Batch, PromptScores, Sample
+from common.engine.sequence import Sequence
+from common.sampling import Logprob, SamplingParams, fork_seed
 
 LARGEST = 1e30  # of an adjusted logit: stays finite when it is divided by the smallest temperature
 

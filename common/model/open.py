@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,18 @@ from common.model.hub import fetch_from_hub, is_hub_name
 from common.model.json_file import JsonFile
 from common.model.safetensors_header import INDEX_FILE, SINGLE_FILE, TensorInfo
 from common.model.source import ModelSource, TemplateFile
-from common.settings import ModelSettings
+from common.settings import setting
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """Which model, of those who compute with it and of those who handle its text."""
+
+    model: str = setting(MISSING, "model directory, GGUF file or owner/name on the Hugging Face hub")
+    load_format: str = setting("auto", "of the weights (auto: what is there)", choices=("auto", "safetensors", "gguf"))
+    revision: str | None = setting(None, "branch, tag or commit on the hub (default: its main branch)")
+    tokenizer: str | None = setting(None, "another model, for its tokenizer and chat template (default: the model's)")
+    served_model_name: str = setting("", "name in the API and in metrics (default: the model's own)")
 
 
 def open_source(

@@ -1,9 +1,9 @@
 """Between wire messages and the engine's dataclasses, one pair of functions a noun."""
 
-from common.engine.batch import EngineLoad, Logprob, PromptScores, TokenOutput
-from common.engine.sequence import FinishReason, SamplingParams
+from common.engine.batch import EngineLoad, PromptScores, TokenOutput
 from common.errors import InvalidRequest, KVRelayError, from_wire
 from common.rpc.pb import types_pb2
+from common.sampling import FinishReason, Logprob, SamplingParams
 
 
 def params_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:

@@ -17,23 +17,26 @@ from redis.asyncio import Redis
 
 from common.deadlines import Deadlines
 from common.discovery.cache_events import CacheEventPublisher
+from common.discovery.config import RedisConfig
 from common.discovery.redis_client import connect
 from common.discovery.registry import Registry, WorkerRecord
 from common.engine.batch import StepOutput
 from common.engine.build import BuiltEngine, build_engine
+from common.engine.config import EngineConfig
 from common.engine.engine import Engine
 from common.engine.loop import EngineLoop
 from common.errors import ConfigError, EngineFailure, RedisUnreachable
 from common.log import get_logger, log_event
 from common.memory import proportional_bytes
-from common.metrics import WorkerMetrics, serve_worker_http
 from common.progress_bar import progress
 from common.role import announce_ready, run_role, stop_on_signals
 from common.rpc.channel import GrpcServer, is_address, join_address
-from common.settings import EngineConfig, RedisConfig, WorkerConfig, from_arguments
+from common.settings import from_arguments
 from common.tasks import end, watch
 from common.version import VERSION
+from common.worker.config import WorkerConfig
 from common.worker.health import Health
+from common.worker.metrics import WorkerMetrics, serve_worker_http
 
 log = get_logger("worker")
 ANY_ADDRESS = ("0.0.0.0", "::", "[::]", "")

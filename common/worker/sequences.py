@@ -4,10 +4,11 @@ from collections.abc import Sequence as Sequenced
 
 from common.block_hash import root_hash
 from common.engine.engine import Engine
-from common.engine.sequence import SamplingParams, Sequence
+from common.engine.sequence import Sequence
 from common.errors import InvalidRequest
 from common.rpc.convert import params_from_proto
 from common.rpc.pb import types_pb2
+from common.sampling import SamplingParams
 
 
 def sequences_of(

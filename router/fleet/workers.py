@@ -12,12 +12,12 @@ from collections.abc import Callable, Collection
 from common.deadlines import Deadlines
 from common.discovery.registry import Registry, WorkerRecord
 from common.errors import ContextLengthExceeded, HandoverError, NoWorker
-from common.metrics import RouterMetrics
 from common.rpc.channel import OpenChannel, open_channel
 from router.fleet.hashed_tokens import Context
 from router.fleet.policy import Candidate, goes_unsplit, pick_decode, pick_prefill
 from router.fleet.prefix_index import Expectation, PrefixIndex
 from router.fleet.worker_client import WorkerClient
+from router.metrics import RouterMetrics
 from router.pipeline.gate import Room
 
 

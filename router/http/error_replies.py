@@ -12,7 +12,7 @@ from aiohttp.typedefs import Middleware
 
 from common.errors import KVRelayError, Overloaded
 from common.log import get_logger, log_event
-from common.metrics import RouterMetrics
+from router.metrics import RouterMetrics
 from router.openai.replies import ErrorBody, ErrorDetail
 from router.openai.strict_json import cut
 

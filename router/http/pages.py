@@ -7,9 +7,10 @@ from aiohttp import web
 from pydantic import BaseModel
 
 from common.errors import ModelNotFound
-from common.metrics import RouterMetrics, metrics_response
+from common.metrics import metrics_response
 from common.version import VERSION
 from router.http.error_replies import json_reply
+from router.metrics import RouterMetrics
 from router.openai.strict_json import cut
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from itertools import accumulate
 
-from common.engine.batch import Logprob
 from common.errors import KVRelayError
+from common.sampling import Logprob
 from common.text.model import TextModel
 from router.openai.replies import ChatLogprobs, CompletionLogprobs, PromptLogprob, TokenLogprob, TopLogprob
 from router.pipeline.generation import Generation, TokenText

@@ -4,12 +4,12 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from common.engine.sequence import SamplingParams
 from common.errors import ContextLengthExceeded, InvalidRequest
 from common.model.config import GenerationDefaults
-from common.settings import RequestLimits
+from common.sampling import SamplingParams
 from common.text.bad_words import bad_word_tokens
 from common.text.model import TextModel
+from router.config import RequestLimits
 from router.openai.requests import ChatRequest, CompletionRequest, Request
 from router.pipeline.generation import GenerationRequest
 

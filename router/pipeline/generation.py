@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from common.engine.batch import Logprob
-from common.engine.sequence import SamplingParams
+from common.sampling import Logprob, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

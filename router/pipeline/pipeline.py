@@ -12,7 +12,6 @@ from typing import Any, cast
 from common.deadlines import Deadlines
 from common.errors import HandoverError, KVRelayError, Overloaded, RequestTimeout
 from common.log import get_logger, log_event
-from common.metrics import RouterMetrics
 from common.rpc.pb import decode_pb2, prefill_pb2, types_pb2
 from common.tasks import end
 from common.text.model import TextModel
@@ -20,6 +19,7 @@ from kvtransfer.handle import KVHandle
 from router.fleet.hashed_tokens import Context
 from router.fleet.worker_client import WorkerClient
 from router.fleet.workers import Workers
+from router.metrics import RouterMetrics
 from router.pipeline.answer import Answer
 from router.pipeline.gate import MAX_QUEUED, Gate
 from router.pipeline.generation import Delta, Generation

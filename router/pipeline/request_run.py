@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from common.errors import KVRelayError, TokenMismatch
-from common.metrics import RouterMetrics
 from common.rpc.convert import params_to_proto, scores_from_proto
 from common.rpc.pb import decode_pb2, prefill_pb2, types_pb2
 from common.text.model import TextModel
 from router.fleet.hashed_tokens import Context
 from router.fleet.worker_client import WorkerClient
+from router.metrics import RouterMetrics
 from router.pipeline.answer import Answer
 from router.pipeline.generation import Delta, Generation
 

@@ -8,7 +8,9 @@ import sys
 import pytest
 
 from bench.processes import gauges_of, orphaned_bytes, pools_of, slope, usage_of, worker_states
-from common.metrics import RouterMetrics, WorkerMetrics, metrics_response
+from common.metrics import metrics_response
+from common.worker.metrics import WorkerMetrics
+from router.metrics import RouterMetrics
 from tests.support.process_tools import linux
 
 MAPS = """\

@@ -10,7 +10,9 @@ import pytest
 from cli import demo
 from cli.chat import Answer
 from cli.up import ClusterConfig, UpConfig
-from common.settings import EngineConfig, RouterConfig, WorkerConfig
+from common.engine.config import EngineConfig
+from common.worker.config import WorkerConfig
+from router.config import RouterConfig
 from router.pipeline.generation import Report
 from tests.support.fake_router import DONE, event, running_router
 

@@ -12,8 +12,9 @@ import torch
 from cli.main import main
 from cli.show import describe
 from common.engine.build import build_engine
+from common.engine.config import EngineConfig
 from common.errors import ConfigError
-from common.settings import Bytes, EngineConfig
+from common.settings import Bytes
 from tests.support.checkpoints import make_random_checkpoint
 from tests.support.gguf_models import Kind, random_model, write_model
 

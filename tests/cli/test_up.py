@@ -15,17 +15,12 @@ import redis
 
 from cli.main import main
 from cli.up import ClusterConfig, UpConfig, check, child_environment, divided_threads, plan, redis_ready
+from common.discovery.config import RedisConfig
+from common.engine.config import EngineConfig
 from common.errors import AddressInUse, ModelError
-from common.settings import (
-    Bytes,
-    EngineConfig,
-    RedisConfig,
-    RequestLimits,
-    RouterConfig,
-    WorkerConfig,
-    add_arguments,
-    from_arguments,
-)
+from common.settings import Bytes, add_arguments, from_arguments
+from common.worker.config import WorkerConfig
+from router.config import RequestLimits, RouterConfig
 from tests.support.process_tools import wait_until_ended
 
 FAKE_ROLE = """

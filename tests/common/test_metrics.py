@@ -10,9 +10,12 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.engine.batch import EngineLoad, Sample, StepOutput, TokenOutput
-from common.engine.sequence import FinishReason, SamplingParams, Sequence
+from common.engine.sequence import Sequence
 from common.errors import AddressInUse, EngineFailure
-from common.metrics import RouterMetrics, WorkerMetrics, new_registry, serve_worker_http
+from common.metrics import new_registry
+from common.sampling import FinishReason, SamplingParams
+from common.worker.metrics import WorkerMetrics, serve_worker_http
+from router.metrics import RouterMetrics
 
 
 def worker() -> WorkerMetrics:

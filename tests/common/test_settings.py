@@ -6,20 +6,12 @@ from dataclasses import MISSING, dataclass, replace
 
 import pytest
 
+from common.discovery.config import RedisConfig
+from common.engine.config import EngineConfig
 from common.errors import ConfigError
-from common.settings import (
-    Bytes,
-    EngineConfig,
-    RedisConfig,
-    RouterConfig,
-    WorkerConfig,
-    add_arguments,
-    from_arguments,
-    listed,
-    setting,
-    to_arguments,
-    to_environment,
-)
+from common.settings import Bytes, add_arguments, from_arguments, listed, setting, to_arguments, to_environment
+from common.worker.config import WorkerConfig
+from router.config import RouterConfig
 
 
 def parse(*argv: str, configs: Sequence[type] = (EngineConfig,), environ: dict[str, str] | None = None):

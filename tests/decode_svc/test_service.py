@@ -13,8 +13,8 @@ import pytest_asyncio
 import torch
 
 from common.block_hash import BLOCK_SIZE
-from common.engine.sequence import SamplingParams
 from common.rpc.pb import kv_pb2, prefill_pb2
+from common.sampling import SamplingParams
 from decode_svc.service import DecodeService
 from kvtransfer.lease import LeaseTable
 from kvtransfer.transports.shm import ShmReader

@@ -9,8 +9,8 @@ import pytest
 import pytest_asyncio
 from transformers import AutoTokenizer
 
-from common.engine.sequence import SamplingParams
 from common.errors import InvalidRequest
+from common.sampling import SamplingParams
 from common.text.bad_words import bad_word_tokens
 from common.text.model import TextModel
 from tests.support.checkpoints import make_random_checkpoint

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from common.engine.sequence import SamplingParams
 from common.rpc.pb import prefill_pb2
+from common.sampling import SamplingParams
 from kvtransfer.lease import ROUTER
 from router.pipeline.gate import Room
 from router.pipeline.generation import Generation, GenerationRequest

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from common.engine.sequence import SamplingParams
+from common.sampling import SamplingParams
 from common.text.model import TextModel
 from tests.support.checkpoints import make_random_checkpoint
 from tests.support.http_over import NAME, http_over

@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 
 from common.block_hash import BLOCK_SIZE
-from common.engine.sequence import SamplingParams
+from common.sampling import SamplingParams
 from kvtransfer.claim import Claim, PullStats
 from router.pipeline.gate import Room
 from tests.support.checkpoints import make_random_checkpoint

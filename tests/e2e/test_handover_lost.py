@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from common.deadlines import Deadlines
-from common.engine.sequence import SamplingParams
 from common.errors import HandoverError
+from common.sampling import SamplingParams
 from kvtransfer.claim import Claim, PullStats
 from kvtransfer.handle import KVHandle
 from kvtransfer.holder_client import HolderClient

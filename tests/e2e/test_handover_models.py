@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from common.deadlines import Deadlines
-from common.engine.sequence import SamplingParams
+from common.sampling import SamplingParams
 from kvtransfer.holder import KVHolder
 from router.pipeline.generation import Generation, GenerationRequest
 from tests.support.checkpoints import make_random_checkpoint

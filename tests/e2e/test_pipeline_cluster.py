@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from common.engine.sequence import SamplingParams
+from common.sampling import SamplingParams
 from router.pipeline.generation import Generation, GenerationRequest
 from tests.support.checkpoints import make_random_checkpoint
 from tests.support.fake_cluster import cancelled_at_turn

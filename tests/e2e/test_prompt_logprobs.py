@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from common.block_hash import BLOCK_SIZE
-from common.engine.sequence import SamplingParams
+from common.sampling import SamplingParams
 from router.pipeline.generation import Generation, GenerationRequest
 from tests.support.checkpoints import make_random_checkpoint
 from tests.support.in_process_cluster import LocalCluster, local_cluster

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from common.block_hash import BLOCK_SIZE
-from common.engine.sequence import SamplingParams
+from common.sampling import SamplingParams
 from tests.support.checkpoints import make_random_checkpoint
 from tests.support.in_process_cluster import LocalCluster, local_cluster
 from tests.support.recompute import Recompute, prompt

@@ -14,8 +14,8 @@ import torch
 
 from common.block_hash import BLOCK_SIZE
 from common.deadlines import Deadlines
-from common.engine.sequence import SamplingParams
 from common.errors import EpochMismatch, FingerprintMismatch, HandleTaken, KVExpired, KVRelayError, TransportUnavailable
+from common.sampling import SamplingParams
 from kvtransfer.holder_client import HolderClient
 from kvtransfer.lease import ROUTER
 from prefill_svc.service import PrefillService

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from common.engine.sequence import SamplingParams
+from common.sampling import SamplingParams
 from common.text.model import TextModel
 from router.pipeline.answer import Answer
 from router.pipeline.generation import Delta, GenerationRequest

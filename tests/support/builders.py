@@ -16,7 +16,8 @@ from common.engine.engine import Engine
 from common.engine.limits import SchedulerConfig
 from common.engine.sampler import Sampler
 from common.engine.scheduler import Scheduler
-from common.engine.sequence import FinishReason, SamplingParams, Sequence
+from common.engine.sequence import Sequence
+from common.sampling import FinishReason, SamplingParams
 
 VOCAB = 64  # of the toy model: a logit for each byte of a digest
 EOS = 0  # of the toy model

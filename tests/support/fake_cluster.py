@@ -11,13 +11,13 @@ from typing import Any
 
 from common.deadlines import Deadlines
 from common.discovery.registry import WorkerRecord
-from common.engine.sequence import SamplingParams
-from common.metrics import RouterMetrics
+from common.sampling import SamplingParams
 from common.tasks import end
 from common.text.model import TextModel
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.worker_client import WorkerClient
 from router.fleet.workers import Workers
+from router.metrics import RouterMetrics
 from router.pipeline.generation import Delta, Generation, GenerationRequest, Report
 from router.pipeline.pipeline import Pipeline
 from tests.support.fake_turns import Words

@@ -12,9 +12,9 @@ import aiohttp
 from aiohttp import web
 
 from common.deadlines import Deadlines
-from common.metrics import RouterMetrics
 from common.text.model import TextModel
 from router.app import Pipeline, build_app, build_runner
+from router.metrics import RouterMetrics
 
 NAME = "tiny"
 PATIENCE_S = 60.0

@@ -10,10 +10,10 @@ import aiohttp
 from aiohttp import web
 
 from common.deadlines import Deadlines
-from common.engine.batch import Logprob
-from common.metrics import RouterMetrics
+from common.sampling import Logprob
 from common.text.model import TextModel
 from router.app import CONNECTIONS, build_app, build_runner
+from router.metrics import RouterMetrics
 from router.pipeline.generation import Delta, TokenText
 from tests.support.fakes import FakePipeline
 

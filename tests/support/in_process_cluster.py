@@ -15,17 +15,19 @@ from common.deadlines import Deadlines
 from common.discovery.redis_client import connect
 from common.discovery.registry import Registry
 from common.engine.build import build_engine
-from common.engine.sequence import SamplingParams
-from common.metrics import RouterMetrics
+from common.engine.config import EngineConfig
 from common.rpc.channel import GrpcServer
-from common.settings import Bytes, EngineConfig, WorkerConfig
+from common.sampling import SamplingParams
+from common.settings import Bytes
 from common.tasks import end
 from common.text.model import TextModel
+from common.worker.config import WorkerConfig
 from common.worker.process import Worker, make_worker, running
 from decode_svc.service import DecodeService
 from prefill_svc.service import PrefillService
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.workers import Workers
+from router.metrics import RouterMetrics
 from router.pipeline.generation import Delta, Generation, GenerationRequest, Report
 from router.pipeline.pipeline import Pipeline
 

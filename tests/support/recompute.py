@@ -9,9 +9,11 @@ import torch
 from common.block_hash import BLOCK_SIZE
 from common.engine.batch import Batch, Sample, ScheduledChunk
 from common.engine.build import BuiltEngine, build_engine
+from common.engine.config import EngineConfig
 from common.engine.sampler import Sampler
-from common.engine.sequence import SamplingParams, Sequence
-from common.settings import Bytes, EngineConfig
+from common.engine.sequence import Sequence
+from common.sampling import SamplingParams
+from common.settings import Bytes
 
 
 class Recompute:

@@ -11,10 +11,10 @@ import grpc
 
 from common.deadlines import Deadlines
 from common.engine.engine import Engine
-from common.engine.sequence import SamplingParams
 from common.rpc.channel import open_channel
 from common.rpc.convert import params_to_proto
 from common.rpc.pb import decode_pb2, decode_pb2_grpc, kv_pb2, prefill_pb2, prefill_pb2_grpc, types_pb2
+from common.sampling import SamplingParams
 from common.tasks import end
 from kvtransfer.holder_client import HolderClient
 from tests.support.in_process_cluster import LocalWorker

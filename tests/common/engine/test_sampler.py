@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from common.engine.batch import Batch, Sample, ScheduledChunk
 from common.engine.sampler import Sampler, adjust, distribution, draw, uniform
-from common.engine.sequence import SamplingParams, Sequence, fork_seed
+from common.engine.sequence import Sequence
+from common.sampling import SamplingParams, fork_seed
 from tests.support.builders import EOS, sequence
 
 torch.set_num_threads(1)

@@ -9,8 +9,8 @@ import torch
 
 from common.engine.batch import Batch
 from common.engine.limits import SchedulerConfig, finish
-from common.engine.sequence import FinishReason
 from common.errors import ConfigError, EngineFailure
+from common.sampling import FinishReason
 from tests.support.builders import EOS, Stepper, alone, answers, assert_all_free, kv_of, scheduler, sequence, tokens
 
 torch.set_num_threads(1)

@@ -16,8 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from common.engine.batch import Batch, StepOutput
 from common.engine.sampler import Sampler
 from common.engine.scheduler import Reservation
-from common.engine.sequence import FinishReason, SamplingParams, Sequence
+from common.engine.sequence import Sequence
 from common.errors import EngineFailure
+from common.sampling import FinishReason, SamplingParams
 from tests.support.builders import VOCAB, ToyRunner, answer, assert_all_free, kv_of, scheduler, tokens
 
 torch.set_num_threads(1)

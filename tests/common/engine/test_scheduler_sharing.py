@@ -5,7 +5,7 @@ import torch
 
 from common.engine.batch import Batch, StepOutput
 from common.engine.scheduler import Reservation
-from common.engine.sequence import FinishReason
+from common.sampling import FinishReason
 from tests.support.builders import Stepper, alone, answers, assert_all_free, kv_of, scheduler, sequence, tokens
 
 torch.set_num_threads(1)

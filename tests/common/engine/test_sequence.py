@@ -5,8 +5,8 @@ from dataclasses import fields
 
 import pytest
 
-from common.engine.sequence import SamplingParams
 from common.errors import InvalidRequest
+from common.sampling import SamplingParams
 from tests.support.builders import sequence
 
 NAN, INF = math.nan, math.inf

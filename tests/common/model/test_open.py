@@ -14,14 +14,16 @@ from cluster.model_fetch import MODELS, _download, _unpack
 from common.compute.readers.open_tensors import open_tensors
 from common.compute.readers.safetensors_reader import SafetensorsReader
 from common.engine.build import build_engine
-from common.engine.sequence import SamplingParams, Sequence
+from common.engine.config import EngineConfig
+from common.engine.sequence import Sequence
 from common.errors import ModelError
 from common.model import open as opening
 from common.model.config import parse_config
 from common.model.directory import DirectorySource
 from common.model.gguf.gguf_model import GgufSource
 from common.model.open import WithTokenizer, open_model, open_source
-from common.settings import Bytes, EngineConfig
+from common.sampling import SamplingParams
+from common.settings import Bytes
 from common.text.model import TextModel
 from tests.support.checkpoints import make_random_checkpoint
 from tests.support.gguf_models import Kind, byte_level, random_model, write_model

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.engine.batch import EngineLoad, Logprob, PromptScores, Sample, TokenOutput
-from common.engine.sequence import FinishReason, SamplingParams, Sequence
+from common.engine.batch import EngineLoad, PromptScores, Sample, TokenOutput
+from common.engine.sequence import Sequence
 from common.errors import BY_CODE, InvalidRequest, KVRelayError, Overloaded
 from common.rpc.convert import (
     error_from_proto,
@@ -21,6 +21,7 @@ from common.rpc.convert import (
     token_to_proto,
 )
 from common.rpc.pb import types_pb2
+from common.sampling import FinishReason, Logprob, SamplingParams
 
 uint32 = st.integers(0, 2**32 - 1)
 uint64 = st.integers(0, 2**64 - 1)

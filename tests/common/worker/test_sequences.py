@@ -10,9 +10,10 @@ import pytest_asyncio
 
 import tests.support.builders as builders
 from common.block_hash import root_hash
-from common.engine.sequence import SamplingParams, Sequence
+from common.engine.sequence import Sequence
 from common.errors import InvalidRequest
 from common.rpc.pb import types_pb2
+from common.sampling import SamplingParams
 from common.worker.sequences import sequences_of
 from tests.support.checkpoints import make_random_checkpoint
 from tests.support.in_process_cluster import LocalCluster, LocalWorker, local_cluster

@@ -17,13 +17,13 @@ from common.deadlines import Deadlines
 from common.discovery.redis_client import connect
 from common.discovery.registry import Registry
 from common.errors import ContextLengthExceeded, HandoverError, NoWorker
-from common.metrics import RouterMetrics
 from common.rpc.pb import types_pb2
 from common.tasks import end
 from common.text.model import TextModel
 from router.fleet.hashed_tokens import Context
 from router.fleet.prefix_index import LINGER_S, PrefixIndex
 from router.fleet.workers import Workers
+from router.metrics import RouterMetrics
 from tests.support.fake_cluster import PROMPT, QUICK, FakeCluster, fake_cluster
 from tests.support.fake_turns import Turn, Words, accepting, honest
 from tests.support.fake_workers import FakeWorker

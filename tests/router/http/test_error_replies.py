@@ -20,8 +20,9 @@ from common.errors import (
     RequestTimeout,
     Timeout,
 )
-from common.settings import Bytes, RequestLimits
+from common.settings import Bytes
 from common.text.model import TextModel
+from router.config import RequestLimits
 from tests.support.fakes import FakePipeline
 from tests.support.http_tools import BOTH, CHAT, COMPLETION, MODEL, data_of, delta, serve
 from tests.support.tiny_text import model_directory

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from common.engine.sequence import SamplingParams
 from common.errors import ContextLengthExceeded, InvalidRequest
-from common.settings import RequestLimits
+from common.sampling import SamplingParams
 from common.text.bad_words import bad_word_tokens
 from common.text.model import TextModel
+from router.config import RequestLimits
 from router.openai.request_builder import RequestBuilder
 from router.openai.requests import ChatRequest, CompletionRequest
 from router.openai.strict_json import parse

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.engine.sequence import SamplingParams
 from common.errors import KVRelayError, TokenMismatch
+from common.sampling import SamplingParams
 from common.text.model import TextModel
 from router.pipeline.answer import Answer
 from router.pipeline.generation import Delta, GenerationRequest

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from common.engine.batch import Logprob
+from common.sampling import Logprob
 from common.text.model import TextModel
 from router.pipeline.generation import Delta, Generation
 from tests.support.fakes import FakePipeline

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from common.block_hash import BLOCK_SIZE
 from common.deadlines import Deadlines
-from common.engine.sequence import SamplingParams
 from common.errors import NoWorker, Overloaded
+from common.sampling import SamplingParams
 from common.tasks import end
 from router.pipeline.gate import FIRST_GUESS, Gate, Room
 from router.pipeline.generation import GenerationRequest

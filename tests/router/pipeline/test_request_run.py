@@ -5,13 +5,13 @@ from typing import Any, cast
 
 import pytest
 
-from common.engine.sequence import SamplingParams
 from common.errors import EngineFailure, HandoverError, KVExpired, TokenMismatch
-from common.metrics import RouterMetrics
 from common.rpc.convert import params_from_proto
 from common.rpc.pb import decode_pb2, prefill_pb2
+from common.sampling import SamplingParams
 from common.text.model import TextModel
 from router.fleet.worker_client import WorkerClient
+from router.metrics import RouterMetrics
 from router.pipeline.generation import Generation, GenerationRequest, Report
 from router.pipeline.request_run import Run
 from tests.support.fake_cluster import letters

@@ -1,0 +1,27 @@
+"""Settings of a worker process."""
+
+from dataclasses import dataclass
+
+from common.settings import PORTS, setting
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """The network side of a prefill or decode worker."""
+
+    host: str = setting("127.0.0.1", "address to bind")
+    port: int = setting(0, "gRPC port (0: any free one)", within=PORTS)
+    advertise: str = setting("", "host:port that others reach this worker at (default: what it binds)")
+    metrics_port: int = setting(0, "port of /metrics and /health over HTTP (0: any free one)", within=PORTS)
+    worker_id: str = setting("", "name in logs, metrics and Redis, unique there (default: role and address)")
+    transport: str = setting("auto", "ways to move KV, best first, comma-separated (auto: all that can be proven)")
+    max_held_kv: float = setting(
+        0.75,
+        "share of a prefill worker's blocks that may be held for others before it refuses prompts",
+        within=(0.0, 1.0),
+    )
+    log_level: str = setting("info", "least level logged", choices=("debug", "info", "warning", "error"))
+    drain_timeout: float = setting(
+        30.0, "seconds that running requests get to end after SIGTERM", within=(0.0, 86400.0)
+    )
+    deadline_scale: float = setting(1.0, "factor on all time-outs; for tests", within=(1e-3, 1e3))
