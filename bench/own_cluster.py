@@ -3,9 +3,9 @@
 import sys
 
 from bench.options import ClusterOptions
-from cli.up import ClusterConfig, UpConfig, check, plan
 from cluster.children import Console
 from cluster.local_cluster import Cluster
+from cluster.plan import ClusterConfig, UpConfig, check, plan
 from common.engine.config import EngineConfig
 from common.worker.config import WorkerConfig
 from router.config import RouterConfig

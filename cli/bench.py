@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     kind, module_name, _ = KINDS[arguments.kind]
     options: Any = from_arguments(kind, arguments)
     if kind is not ServeOptions and options.model is None:
-        from cli.model import ensure_demo_model
+        from cluster.model_fetch import ensure_demo_model
 
         options = replace(options, model=str(ensure_demo_model()))
     status: int = importlib.import_module(module_name).run(options)

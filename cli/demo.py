@@ -6,10 +6,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from cli.chat import Answer, ChatClient, Message, show
-from cli.up import ClusterConfig, UpConfig, make_cluster
+from cli.chat import show
+from cluster.chat_client import Answer, ChatClient, Message
 from cluster.children import Console
 from cluster.local_cluster import run_until_signal
+from cluster.plan import ClusterConfig, UpConfig, make_cluster
 from common.engine.config import EngineConfig
 from common.errors import KVRelayError
 from common.model.open import open_model
@@ -126,7 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
     choose(arguments.transport)  # what is wrong with it is said first
     model: Any = arguments.model
     if model is None:
-        from cli.model import ensure_demo_model  # imports much that is needed for this alone
+        from cluster.model_fetch import ensure_demo_model
 
         model = ensure_demo_model()
     config = ClusterConfig(

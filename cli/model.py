@@ -1,20 +1,13 @@
 """kvrelay model: gets the demo model, shows what a model is."""
 
 import argparse
-from pathlib import Path
 
-from cluster.model_fetch import MODELS, fetch
+from cluster.model_fetch import DEMO_MODEL, MODELS, fetch
 from common.cache_directory import cache_directory
 from common.engine.config import EngineConfig
 from common.settings import add_arguments, from_arguments
 
-DEMO_MODEL = "smollm2-135m"
 HIDDEN = ("max_num_seqs", "max_num_batched_tokens", "enable_prefix_caching", "threads")  # they change nothing shown
-
-
-def ensure_demo_model() -> Path:
-    """The demo model's directory, fetched if it is not there. Raises ModelError."""
-    return fetch(DEMO_MODEL, cache_directory())
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

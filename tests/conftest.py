@@ -13,6 +13,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch, here and in child pro
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     """The real model's directory; tests that ask for it are marked `model`."""
-    from cli.model import ensure_demo_model
+    from cluster.model_fetch import ensure_demo_model
 
     return ensure_demo_model()

@@ -19,7 +19,7 @@ from bench.serve.completions_client import Client, Outcome
 from bench.serve.workload import Request, unique_prompts
 from bench.soak.tally import leaks
 from bench.stats import percentile, summary
-from cli.chat import ChatClient
+from cluster.chat_client import ChatClient
 from cluster.local_cluster import run_until_signal
 from common.deadlines import Deadlines
 from common.errors import Unavailable

@@ -29,10 +29,10 @@ from bench.router.profiled import BEGIN, profiled, top
 from bench.serve.completions_client import Client, Outcome
 from bench.serve.workload import Request, unique_prompts
 from bench.stats import percentile, summary
-from cli.chat import ChatClient
-from cli.up import ClusterConfig, UpConfig, check, plan
+from cluster.chat_client import ChatClient
 from cluster.children import Console
 from cluster.local_cluster import Cluster, run_until_signal
+from cluster.plan import ClusterConfig, UpConfig, check, plan
 from common.errors import Unavailable
 from common.worker.config import WorkerConfig
 from router.config import RouterConfig

@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from cli.up import Stages
 from cluster.children import ChildSpec
+from cluster.plan import Stages
 
 BEGIN = signal.SIGUSR1
 Place = tuple[str, int, str]  # file, line, function

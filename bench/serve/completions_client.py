@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 
 from bench.serve.workload import Request
-from cli.chat import REPORT_HEADER
+from cluster.chat_client import REPORT_HEADER
 
 CONNECT_S = 10.0
 

@@ -14,7 +14,7 @@ from bench.report import Report, Row, note
 from bench.serve.completions_client import Client, Outcome
 from bench.serve.workload import Request, Workload, make, unique_prompts
 from bench.stats import percentile, rounded, summary
-from cli.chat import ChatClient
+from cluster.chat_client import ChatClient
 from cluster.local_cluster import run_until_signal
 from common.errors import ConfigError, Unavailable
 

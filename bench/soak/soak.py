@@ -25,7 +25,7 @@ from bench.soak.request_mix import Plan, Template, draw, make_templates, with_st
 from bench.soak.tally import Tally, growth, leaks
 from bench.soak.whole_answers import Answer, Client
 from bench.stats import percentile, rounded
-from cli.chat import ChatClient
+from cluster.chat_client import ChatClient
 from cluster.local_cluster import Cluster, run_until_signal
 from common.deadlines import Deadlines
 from common.errors import Unavailable

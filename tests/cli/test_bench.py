@@ -56,7 +56,7 @@ def test_a_running_server_needs_no_model(measured):
 
 @pytest.mark.parametrize("kind", ["step", "handover", "router", "batching", "soak", "burst", "streams"])
 def test_without_a_model_the_demo_model_is_taken(measured, monkeypatch, kind):
-    monkeypatch.setattr("cli.model.ensure_demo_model", lambda: "demo")
+    monkeypatch.setattr("cluster.model_fetch.ensure_demo_model", lambda: "demo")
     cli_bench.run(arguments(kind))
     assert [options.model for _, options in measured] == ["demo"]
 

@@ -11,7 +11,8 @@ import sys
 import pytest
 from aiohttp import web
 
-from cli.chat import REPORT_HEADER, ChatClient, first_key, show
+from cli.chat import first_key, show
+from cluster.chat_client import REPORT_HEADER, ChatClient
 from common.deadlines import Deadlines
 from common.errors import InvalidRequest, KVRelayError, Timeout, Unavailable
 from tests.support.fake_router import DONE, FakeRouter, event, running_router

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from cli import demo
-from cli.chat import Answer
-from cli.up import ClusterConfig, UpConfig
+from cluster.chat_client import Answer
+from cluster.plan import ClusterConfig, UpConfig
 from common.engine.config import EngineConfig
 from common.worker.config import WorkerConfig
 from router.config import RouterConfig
@@ -109,7 +109,7 @@ async def test_a_process_that_ends_badly_is_an_error(monkeypatch, capsys, state,
 
 
 def test_a_transport_that_there_is_not_is_refused_before_a_model_is_fetched(monkeypatch):
-    monkeypatch.setattr("cli.model.ensure_demo_model", lambda: pytest.fail("fetched"))
+    monkeypatch.setattr("cluster.model_fetch.ensure_demo_model", lambda: pytest.fail("fetched"))
     with pytest.raises(demo.KVRelayError) as caught:
         demo.run(Namespace(model=None, max_tokens=1, transport="pigeon"))
     assert caught.value.field == "transport"

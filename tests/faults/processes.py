@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from cli.up import child_environment, redis_ready
 from cluster.children import Child, ChildSpec, Console
+from cluster.plan import child_environment, redis_ready
 from cluster.redis_server import find_redis_server, server_command
 from common.deadlines import Deadlines
 from tests.faults.proxy import Proxy
