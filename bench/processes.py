@@ -22,7 +22,7 @@ POOL = re.compile(r"^(?P<range>\S+) \S+ \S+ (?P<device>\S+) (?P<inode>\d+) +/mem
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class ProcessUsage:
     """Of one process now. Anonymous memory is what it has allocated; shared pools and files are not in it."""
 
     rss_mb: float
@@ -31,12 +31,12 @@ class Usage:
     open_files: int
 
 
-def usage_of(pid: int, proc: Path = PROC) -> Usage:
+def usage_of(pid: int, proc: Path = PROC) -> ProcessUsage:
     """Raises OSError for a process that is gone."""
     status = dict(re.findall(r"^(\w+):\s+(\d+)", (proc / str(pid) / "status").read_text(), re.MULTILINE))
     if "VmRSS" not in status:
         raise ProcessLookupError(f"process {pid} has ended")
-    return Usage(
+    return ProcessUsage(
         rss_mb=int(status["VmRSS"]) / 1024,
         anonymous_mb=int(status["RssAnon"]) / 1024,
         threads=int(status["Threads"]),
@@ -145,7 +145,7 @@ class Processes:
                     await asyncio.sleep(0.1)
         return left or {"workers that are not ready": 1.0}
 
-    def usage(self) -> dict[str, Usage]:
+    def usage(self) -> dict[str, ProcessUsage]:
         """Of each process that is there."""
         found = {}
         for name in self.names():

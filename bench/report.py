@@ -8,7 +8,7 @@ from typing import Any
 Row = Mapping[str, Any]
 
 
-class Report:
+class ResultTable:
     """Prints each row as it comes; a table shows the named columns alone."""
 
     def __init__(self, columns: Sequence[str], *, as_json: bool) -> None:

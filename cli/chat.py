@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Mapping
 
-from cluster.chat_client import ChatClient, Message
+from cluster.chat_client import ChatClient, ChatTurn
 from common.errors import InvalidRequest, KVRelayError
 from common.settings import listed
 
@@ -61,7 +61,7 @@ class Conversation:
 
     def __init__(self, client: ChatClient, model: str, arguments: argparse.Namespace) -> None:
         self.client, self.model = client, model
-        self.messages: list[Message] = []
+        self.messages: list[ChatTurn] = []
         self._max_tokens: int = arguments.max_tokens
         self._temperature: float | None = arguments.temperature
         if arguments.system:

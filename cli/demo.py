@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cli.chat import show
-from cluster.chat_client import Answer, ChatClient, Message
+from cluster.chat_client import ChatAnswer, ChatClient, ChatTurn
 from cluster.children import Console
 from cluster.local_cluster import run_until_signal
 from cluster.plan import ClusterConfig, UpConfig, make_cluster
@@ -38,7 +38,7 @@ def size(value: float) -> str:
     return f"{value:.0f} B" if factor == 1 else f"{value / factor:.2f} {unit}"
 
 
-def summary(answer: Answer) -> list[str]:
+def summary(answer: ChatAnswer) -> list[str]:
     """What one turn took and who did it, a line each."""
     report, tokens = answer.report, answer.report["completion_tokens"]
     decode_s = report["last_token_s"] - report["first_token_s"]
@@ -69,7 +69,7 @@ def summary(answer: Answer) -> list[str]:
     return [f"  {name:<12} {text}" for name, text in rows]
 
 
-def problems(answers: Sequence[Answer]) -> list[str]:
+def problems(answers: Sequence[ChatAnswer]) -> list[str]:
     """What should have happened and did not."""
     found = []
     for turn, answer in enumerate(answers, 1):
@@ -83,9 +83,9 @@ def problems(answers: Sequence[Answer]) -> list[str]:
     return found
 
 
-async def _chat(client: ChatClient, console: Console, max_tokens: int) -> list[Answer]:
+async def _chat(client: ChatClient, console: Console, max_tokens: int) -> list[ChatAnswer]:
     model = await client.model()
-    messages: list[Message] = [{"role": "system", "content": SYSTEM}]
+    messages: list[ChatTurn] = [{"role": "system", "content": SYSTEM}]
     answers = []
     for question in QUESTIONS:
         console.say(f"\nyou: {question}")

@@ -12,11 +12,11 @@ from common.deadlines import Deadlines
 from common.errors import InvalidRequest, KVRelayError, Timeout, Unavailable
 
 REPORT_HEADER = "X-KVRelay-Report"
-Message = dict[str, str]
+ChatTurn = dict[str, str]
 
 
 @dataclass(slots=True)
-class Answer:
+class ChatAnswer:
     """One answer as it came; `report` is router/pipeline/generation.py's Report, where it was asked for."""
 
     text: str = ""
@@ -62,21 +62,21 @@ class ChatClient:
 
     async def ask(
         self,
-        messages: list[Message],
+        messages: list[ChatTurn],
         on_text: Callable[[str], None],
         *,
         model: str,
         max_tokens: int,
         temperature: float | None = None,
         report: bool = False,
-    ) -> Answer:
+    ) -> ChatAnswer:
         """Streams one answer."""
         body: dict[str, Any] = {"model": model, "messages": messages, "max_tokens": max_tokens, "stream": True}
         body["stream_options"] = {"include_usage": True}
         if temperature is not None:
             body["temperature"] = temperature
         headers = {REPORT_HEADER: "1"} if report else {}
-        answer = Answer()
+        answer = ChatAnswer()
         with _one_line_errors(self.url):
             async with self._session.post(f"{self.url}/v1/chat/completions", json=body, headers=headers) as response:
                 await _check(response)
@@ -91,7 +91,7 @@ class ChatClient:
         raise Unavailable(f"{self.url} broke the answer off")
 
 
-def _take(data: bytes, answer: Answer) -> str:
+def _take(data: bytes, answer: ChatAnswer) -> str:
     """Adds one event to the answer and returns its text. Raises KVRelayError for an error event."""
     try:
         chunk = json.loads(data)

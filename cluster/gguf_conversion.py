@@ -2,7 +2,6 @@
 
 import json
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from common.compute.weights import load_weights
 from common.errors import ModelError
 from common.model.config import parse_config
 from common.model.gguf.gguf_model import GgufSource
+from common.progress_bar import Progress
 
 _ALIGNMENT = 64  # of the data section, so that mapped tensors start on cache lines
 
@@ -26,8 +26,6 @@ _ORDER = (
     *("post_attention_layernorm", "pre_feedforward_layernorm"),
     *("gate_proj", "up_proj", "gate_up_proj", "down_proj", "post_feedforward_layernorm"),
 )
-
-Progress = Callable[[int, int], None]  # tensors done, tensors in all
 
 
 def convert_gguf(path: Path, directory: Path, *, progress: Progress = lambda done, total: None) -> None:

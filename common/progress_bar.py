@@ -10,10 +10,11 @@ from tqdm import tqdm
 from common.log import get_logger, log_event
 
 log = get_logger("progress")
+Progress = Callable[[int, int], None]  # what is done, and how much there is in all
 
 
 @contextmanager
-def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+def progress(what: str) -> Iterator[Progress]:
     """A function to call with (bytes done, bytes in all), growing."""
     if sys.stderr.isatty():
         with tqdm(desc=what, unit="B", unit_scale=True, file=sys.stderr) as bar:

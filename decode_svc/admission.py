@@ -15,7 +15,7 @@ from common.errors import KVExpired
 
 
 @dataclass(eq=False, slots=True)
-class Waiter:
+class QueuedForks:
     forks: Sequenced[Sequence]
     granted: asyncio.Future[Reservation]
 
@@ -25,7 +25,7 @@ class Admission:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._waiters: deque[Waiter] = deque()
+        self._waiters: deque[QueuedForks] = deque()
 
     @property
     def num_waiting(self) -> int:
@@ -50,7 +50,7 @@ class Admission:
         self._engine.admit(reservation)
 
     async def _reserve(self, forks: Sequenced[Sequence], voided: asyncio.Future[None] | None) -> Reservation:
-        waiter = Waiter(forks, asyncio.get_running_loop().create_future())
+        waiter = QueuedForks(forks, asyncio.get_running_loop().create_future())
         self._waiters.append(waiter)
         self.poll()
         try:
@@ -63,7 +63,7 @@ class Admission:
             raise
         return waiter.granted.result()
 
-    def _withdraw(self, waiter: Waiter) -> None:
+    def _withdraw(self, waiter: QueuedForks) -> None:
         if waiter.granted.done():  # in the same turn of the loop
             self._engine.cancel(waiter.granted.result())
         else:

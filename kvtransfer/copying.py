@@ -8,7 +8,7 @@ from typing import TypeVar
 from common.errors import HandoverError
 from kvtransfer.transport import BlockMemory
 
-Result = TypeVar("Result")
+Returned = TypeVar("Returned")
 
 
 def check_pairs(pairs: Sequence[tuple[int, int]], num_blocks: int, block_bytes: int, pool: BlockMemory) -> None:
@@ -40,8 +40,8 @@ def pieces(block_ids: Sequence[int], block_bytes: int, offset: int, size: int) -
 
 
 async def in_thread(
-    executor: Executor, work: Callable[[], Result], on_cancel: Callable[[], object] = lambda: None
-) -> Result:
+    executor: Executor, work: Callable[[], Returned], on_cancel: Callable[[], object] = lambda: None
+) -> Returned:
     """Runs it in the executor. Returns or raises, however often it is cancelled meanwhile, only after it has ended.
 
     Work that is cancelled before it begins never does; `on_cancel` may ask work that runs to end.

@@ -84,7 +84,7 @@ class Ticket(NamedTuple):
         return f"Ticket(epoch={self.epoch}, reader_id={self.reader_id})"
 
 
-Progress = Callable[[int], None]  # bytes copied so far, first 0; may be called from another thread
+OnMoved = Callable[[int], None]  # bytes copied so far, first 0; may be called from another thread
 
 
 class ReaderTransport(Protocol):
@@ -94,7 +94,7 @@ class ReaderTransport(Protocol):
         """Reaches the holder's pool and returns the proof. Raises TransportUnavailable."""
 
     async def pull(
-        self, ticket: Ticket, pairs: Sequence[tuple[int, int]], pool: BlockMemory, progress: Progress
+        self, ticket: Ticket, pairs: Sequence[tuple[int, int]], pool: BlockMemory, progress: OnMoved
     ) -> None:
         """Copies the holder's block (first of a pair) into the pool's (second).
 

@@ -21,7 +21,7 @@ from common.role import announce_ready, run_role, stop_on_signals
 from common.rpc.channel import join_address
 from common.settings import from_arguments, listed
 from common.tasks import end, until
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from router.app import build_app, build_runner
 from router.config import RequestLimits, RouterConfig
 from router.fleet.prefix_index import PrefixIndex

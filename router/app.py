@@ -14,13 +14,13 @@ from aiohttp import web
 
 from common.deadlines import Deadlines
 from common.errors import KVRelayError, RequestTimeout
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from router.config import RequestLimits
 from router.http.access import allow_origins, answer_preflight, require_key
 from router.http.error_replies import CLIENT_LEFT, add_request_id, errors_as_json, json_reply, known_error
 from router.http.openapi import describe
 from router.http.pages import ModelCard, Pages
-from router.http.server import Connections, make_runner, read_body, tell_guards
+from router.http.server import ClientConnections, make_runner, read_body, tell_guards
 from router.http.sse import ClientGone, EventStream
 from router.metrics import RouterMetrics
 from router.openai.replies import ErrorBody, server_timing
@@ -35,12 +35,12 @@ from router.pipeline.merge import MergedDeltas
 
 INLINE_BODY = 32 * 2**10  # bytes; larger ones are parsed and tokenized in a thread
 DONE = "[DONE]"
-CONNECTIONS = web.AppKey("connections", Connections)
+CONNECTIONS = web.AppKey("connections", ClientConnections)
 DEADLINES = web.AppKey("deadlines", Deadlines)
 Made = TypeVar("Made")
 
 
-class Pipeline(Protocol):
+class DeltaSource(Protocol):
     """What runs a generation; closing the generator ends its work on all workers."""
 
     def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]: ...
@@ -64,7 +64,7 @@ class Api:
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipeline: DeltaSource,
         text: TextModel,
         *,
         model_name: str,
@@ -179,7 +179,7 @@ class Api:
 
 
 def build_app(
-    pipeline: Pipeline,
+    pipeline: DeltaSource,
     text: TextModel,
     *,
     model_name: str,
@@ -205,7 +205,7 @@ def build_app(
         now=now,
         pages=pages,
     )
-    connections = Connections(deadlines.http_header_s)
+    connections = ClientConnections(deadlines.http_header_s)
     middlewares = [
         tell_guards(connections),
         errors_as_json(metrics),

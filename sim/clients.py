@@ -10,10 +10,10 @@ from common.rpc.pb import decode_pb2
 from router.fleet.worker_client import AttemptStream
 from sim import invariants
 from sim.cluster import SimRouter
-from sim.loop import Node
 from sim.network import Link
+from sim.schedule import DEADLINES, Asked
 from sim.toy import VOCAB
-from sim.workload import DEADLINES, Asked
+from sim.virtual_time import Node
 
 if TYPE_CHECKING:
     from sim.world import World

@@ -32,13 +32,13 @@ from router.fleet.prefix_index import PrefixIndex
 from router.fleet.workers import Workers
 from router.metrics import RouterMetrics
 from router.pipeline.pipeline import Pipeline
-from sim.channel import SimChannel
-from sim.loop import NODE, Node, SimLoop
+from sim.client_channel import SimChannel
+from sim.grpc_server import SimServer
+from sim.kv_transport import Machine
 from sim.network import Network
 from sim.redis import SimRedis
-from sim.server import SimServer
 from sim.toy import LETTERS, VOCAB, ToyPool, ToyRunner, sample
-from sim.transport import Machine
+from sim.virtual_time import NODE, Node, SimLoop
 
 LAYOUT = KVLayout(1, 1, 1, "float32")
 METRICS = {"prefill": WorkerMetrics("sim", "prefill"), "decode": WorkerMetrics("sim", "decode")}

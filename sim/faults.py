@@ -3,9 +3,9 @@
 import asyncio
 from typing import TYPE_CHECKING
 
-from sim.loop import Node
 from sim.network import MessageFaults
-from sim.workload import DEADLINES
+from sim.schedule import DEADLINES
+from sim.virtual_time import Node
 
 if TYPE_CHECKING:
     from sim.world import World

@@ -8,8 +8,8 @@ from common.engine.scheduler import Reservation
 from kvtransfer.transport import Ticket
 from router.pipeline.generation import Delta
 from sim.cluster import SimWorker
+from sim.schedule import Asked
 from sim.toy import ToyPool, entries
-from sim.workload import Asked
 
 
 def block_accounts(worker: SimWorker) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import grpc
 
 from common.deadlines import Deadlines
-from sim.loop import Node, SimLoop
+from sim.virtual_time import Node, SimLoop
 
 BROKEN = "connection broken"
 

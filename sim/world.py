@@ -21,11 +21,11 @@ from sim import invariants
 from sim.clients import SLACK_S, Clients
 from sim.cluster import ROUTER_METRICS, Parts, SimRouter, SimWorker, WorkerShape
 from sim.faults import Faults
-from sim.loop import NODE, Node, SimLoop, Stuck
 from sim.network import Network
 from sim.redis import SimRedis
+from sim.schedule import DEADLINES, SimWorkload, draw_shapes
 from sim.toy import ToyPool
-from sim.workload import DEADLINES, Workload, draw_shapes
+from sim.virtual_time import NODE, Node, SimLoop, Stuck
 
 QUIET_S = DEADLINES.lease_s + DEADLINES.dead_s + 2.0  # after the healing, everything is free
 
@@ -74,7 +74,7 @@ class World:
         self.parts.machine.on_read = self._on_read
         self.parts.machine.on_write = self._on_write
         self.reads = invariants.Reads()
-        self.workload = Workload(self.rng)
+        self.workload = SimWorkload(self.rng)
         self.lives: list[SimWorker] = []  # all, the dead included
         self.workers: dict[str, SimWorker] = {}
         self.routers: dict[int, SimRouter] = {}

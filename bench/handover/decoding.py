@@ -15,7 +15,7 @@ BACKGROUND_TOKENS = 256  # that each sequence writes before another takes its pl
 PREFIX = "running"  # of the keys of these sequences
 
 
-class Decoding:
+class BackgroundDecoding:
     """The batch, and for newcomers when their first step began. Lives on one event loop."""
 
     def __init__(self, built: BuiltEngine, batch: int, context: int) -> None:

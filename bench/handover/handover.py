@@ -16,10 +16,10 @@ from itertools import groupby
 import numpy as np
 
 from bench.engines import build, fill_pool, greedy, settings
-from bench.handover.decoding import BACKGROUND_TOKENS, WAIT_S, Decoding
+from bench.handover.decoding import BACKGROUND_TOKENS, WAIT_S, BackgroundDecoding
 from bench.handover.holder_process import FINGERPRINT, Holder, running_holder
 from bench.options import HandoverOptions
-from bench.report import Report, Row
+from bench.report import ResultTable, Row
 from bench.stats import median, rounded, summary
 from cluster.local_cluster import run_until_signal
 from common.deadlines import Deadlines
@@ -48,10 +48,12 @@ class Times:
     step_wait: list[float] = field(default_factory=list)
 
 
-class Bench:
+class HandoverBench:
     """Hand-overs and plain copies of the same blocks, in turn."""
 
-    def __init__(self, options: HandoverOptions, built: BuiltEngine, holder: Holder, decoding: Decoding) -> None:
+    def __init__(
+        self, options: HandoverOptions, built: BuiltEngine, holder: Holder, decoding: BackgroundDecoding
+    ) -> None:
         self._tokens = options.tokens
         self._pool = built.pool
         self._holder = holder
@@ -134,11 +136,11 @@ def block_sets(kind: str, blocks: int) -> list[list[int]]:
     return [ids[start : start + blocks] for start in range(0, len(ids), blocks)]
 
 
-async def measure(options: HandoverOptions, built: BuiltEngine, report: Report) -> int:
+async def measure(options: HandoverOptions, built: BuiltEngine, report: ResultTable) -> int:
     num_blocks = -(-options.tokens // built.layout.block_size)
     async with running_holder(built.layout, SETS * num_blocks, options.transport) as holder:
-        decoding = Decoding(built, options.batch, options.context)
-        bench = Bench(options, built, holder, decoding)
+        decoding = BackgroundDecoding(built, options.batch, options.context)
+        bench = HandoverBench(options, built, holder, decoding)
         decoding.start()
         try:
             for kind in ("contiguous", "scattered"):
@@ -193,6 +195,6 @@ def run(options: HandoverOptions) -> int:
     built = build(settings(model, options.dtype, threads=options.threads, max_model_len=longest, max_num_seqs=seqs))
     try:
         fill_pool(built)
-        return run_until_signal(measure(options, built, Report(COLUMNS, as_json=options.json)))
+        return run_until_signal(measure(options, built, ResultTable(COLUMNS, as_json=options.json)))
     finally:
         built.pool.close()

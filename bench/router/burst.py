@@ -14,9 +14,9 @@ from typing import Any
 from bench.options import BurstOptions
 from bench.own_cluster import own_cluster
 from bench.processes import Processes
-from bench.report import Report, Row, note
-from bench.serve.completions_client import Client, Outcome
-from bench.serve.workload import Request, unique_prompts
+from bench.report import ResultTable, Row, note
+from bench.serve.completions_client import CompletionsClient, Outcome
+from bench.serve.workload import TimedRequest, unique_prompts
 from bench.soak.tally import leaks
 from bench.stats import percentile, summary
 from cluster.chat_client import ChatClient
@@ -37,7 +37,7 @@ COLUMNS = (
 class Burst:
     """One cluster, loaded and overloaded in turn."""
 
-    def __init__(self, options: BurstOptions, client: Client, processes: Processes) -> None:
+    def __init__(self, options: BurstOptions, client: CompletionsClient, processes: Processes) -> None:
         self._options = options
         self._client = client
         self._processes = processes
@@ -94,8 +94,8 @@ class Burst:
                 raise Unavailable(f"an undisturbed request failed: {outcome.error}")
         return outcomes
 
-    def _requests(self, count: int) -> list[Request]:
-        return [Request(0.0, next(self._prompts), self._options.output_tokens) for _ in range(count)]
+    def _requests(self, count: int) -> list[TimedRequest]:
+        return [TimedRequest(0.0, next(self._prompts), self._options.output_tokens) for _ in range(count)]
 
     def _router_mb(self) -> float:
         return self._processes.usage()["router"].rss_mb
@@ -124,13 +124,13 @@ async def measure(options: BurstOptions) -> int:
         url = cluster.address("router")
         async with ChatClient(url) as chat:
             model = await chat.model()
-        async with Client(url, model, options.request_timeout) as client, Processes(cluster) as processes:
+        async with CompletionsClient(url, model, options.request_timeout) as client, Processes(cluster) as processes:
             burst = Burst(options, client, processes)
             for number in range(options.runs):
                 note(f"run {number + 1} of {options.runs}")
                 runs.append(await burst.run())
     row = result(options, runs)
-    Report(COLUMNS, as_json=options.json).row(row)
+    ResultTable(COLUMNS, as_json=options.json).row(row)
     return 1 if any(run["hung"] or run["failed"] or run["leaked"] for run in runs) else 0
 
 

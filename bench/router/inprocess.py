@@ -24,7 +24,7 @@ LONGEST_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Streams:
+class InprocessStreams:
     """What to run; prompts[stream][number]."""
 
     model: str
@@ -35,7 +35,7 @@ class Streams:
 
 
 @dataclass(slots=True)
-class Answer:
+class InprocessAnswer:
     """Seconds of time.perf_counter."""
 
     sent_s: float
@@ -45,15 +45,15 @@ class Answer:
 class Driver:
     """Runs all streams; its callbacks run in the loop's thread."""
 
-    def __init__(self, engine: Engine, wanted: Streams) -> None:
+    def __init__(self, engine: Engine, wanted: InprocessStreams) -> None:
         self._engine = engine
         self._wanted = wanted
-        self._answers: dict[tuple[int, int], Answer] = {}
+        self._answers: dict[tuple[int, int], InprocessAnswer] = {}
         self._open = len(wanted.prompts)
         self._ended = threading.Event()
         self._error: BaseException | None = None
 
-    def run(self) -> list[Answer]:
+    def run(self) -> list[InprocessAnswer]:
         """In the order of streams."""
         loop = EngineLoop(self._engine, self._take, self._fail)
         for stream in range(len(self._wanted.prompts)):
@@ -68,7 +68,7 @@ class Driver:
     def _send(self, stream: int, number: int) -> None:
         ids = list(self._wanted.prompts[stream][number])
         sequence = EngineSequence(f"{stream}/{number}", ids, len(ids), greedy(self._wanted.output_tokens))
-        self._answers[stream, number] = Answer(time.perf_counter())
+        self._answers[stream, number] = InprocessAnswer(time.perf_counter())
         self._engine.add(sequence)
 
     def _take(self, output: StepOutput) -> None:
@@ -92,7 +92,7 @@ class Driver:
 
 
 def main() -> None:
-    wanted = Streams(**json.load(sys.stdin))
+    wanted = InprocessStreams(**json.load(sys.stdin))
     longest = max(len(prompt) for prompts in wanted.prompts for prompt in prompts) + wanted.output_tokens + 1
     config = settings(
         wanted.model,

@@ -23,11 +23,11 @@ from bench.cpu_times import ProcessTime, process_time
 from bench.engines import settings
 from bench.options import RouterOptions, counts
 from bench.pinned import module_command, run_pinned
-from bench.report import Report, Row, note
-from bench.router.inprocess import Streams
+from bench.report import ResultTable, Row, note
+from bench.router.inprocess import InprocessStreams
 from bench.router.profiled import BEGIN, profiled, top
-from bench.serve.completions_client import Client, Outcome
-from bench.serve.workload import Request, unique_prompts
+from bench.serve.completions_client import CompletionsClient, Outcome
+from bench.serve.workload import TimedRequest, unique_prompts
 from bench.stats import percentile, summary
 from cluster.chat_client import ChatClient
 from cluster.children import Console
@@ -106,10 +106,10 @@ def cluster_config(options: RouterOptions, most_streams: int) -> ClusterConfig:
     )
 
 
-class Bench:
+class RouterBench:
     """Both ways for the same requests."""
 
-    def __init__(self, options: RouterOptions, cluster: Cluster, client: Client) -> None:
+    def __init__(self, options: RouterOptions, cluster: Cluster, client: CompletionsClient) -> None:
         self._options = options
         self._cluster = cluster
         self._client = client
@@ -134,7 +134,7 @@ class Bench:
         await self._served([stream[:2] for stream in prompts])
 
     async def _served(self, prompts: Sequence[Sequence[tuple[int, ...]]]) -> tuple[Latencies, dict[str, float]]:
-        requests = [[Request(0.0, prompt, self._options.output_tokens) for prompt in stream] for stream in prompts]
+        requests = [[TimedRequest(0.0, prompt, self._options.output_tokens) for prompt in stream] for stream in prompts]
         before = self._cpu_times()
         outcomes = await self._client.streams(requests)
         spent = {name: time - before[name] for name, time in self._cpu_times().items()}
@@ -148,7 +148,7 @@ class Bench:
 
     async def _alone(self, prompts: Sequence[Sequence[tuple[int, ...]]]) -> tuple[Latencies, float]:
         options = self._options
-        wanted = Streams(
+        wanted = InprocessStreams(
             str(options.model),
             options.dtype,
             options.threads,
@@ -191,7 +191,7 @@ def bench_cluster(config: ClusterConfig, profile: Path | None) -> Cluster:
 
 
 async def measure(options: RouterOptions) -> int:
-    report = Report(COLUMNS, as_json=options.json)
+    report = ResultTable(COLUMNS, as_json=options.json)
     with router_profile(options.profile) as profile:
         runs, tokens = await _runs(options, profile)
         for count, rows in runs.items():
@@ -215,8 +215,8 @@ async def _runs(options: RouterOptions, profile: Path | None) -> tuple[dict[int,
         url = cluster.address("router")
         async with ChatClient(url) as chat:
             model = await chat.model()
-        async with Client(url, model, RUN_S) as client:
-            bench = Bench(options, cluster, client)
+        async with CompletionsClient(url, model, RUN_S) as client:
+            bench = RouterBench(options, cluster, client)
             await bench.warm_up()
             if profile is not None:
                 bench.start_profile()

@@ -13,11 +13,11 @@ from urllib.parse import urlsplit
 
 from bench.options import StreamsOptions, counts
 from bench.own_cluster import own_cluster
-from bench.processes import Processes, Usage
-from bench.report import Report, Row, note
+from bench.processes import Processes, ProcessUsage
+from bench.report import ResultTable, Row, note
 from bench.router.lag_probe import probing
-from bench.serve.completions_client import Client, Outcome
-from bench.serve.workload import Request, unique_prompts
+from bench.serve.completions_client import CompletionsClient, Outcome
+from bench.serve.workload import TimedRequest, unique_prompts
 from bench.soak.tally import leaks
 from bench.stats import percentile, rounded
 from cluster.chat_client import ChatClient
@@ -37,7 +37,7 @@ COLUMNS = (
 class Seen:
     """The router during one level."""
 
-    usage: list[Usage] = field(default_factory=list)
+    usage: list[ProcessUsage] = field(default_factory=list)
     running: list[float] = field(default_factory=list)
 
 
@@ -90,8 +90,8 @@ class Streams:
         if not streams:
             await asyncio.sleep(IDLE_S)
         tokens = self._options.output_tokens
-        async with Client(self._url, self._model, self._options.request_timeout) as client:
-            return await client.open_loop([Request(0.0, next(self._prompts), tokens) for _ in range(streams)])
+        async with CompletionsClient(self._url, self._model, self._options.request_timeout) as client:
+            return await client.open_loop([TimedRequest(0.0, next(self._prompts), tokens) for _ in range(streams)])
 
     async def _sample(self, seen: Seen) -> None:
         while True:
@@ -103,7 +103,7 @@ class Streams:
 
 async def measure(options: StreamsOptions) -> int:
     levels = [0, *counts(options.streams, "streams")]
-    report, rows = Report(COLUMNS, as_json=options.json), []
+    report, rows = ResultTable(COLUMNS, as_json=options.json), []
     async with own_cluster(options, max(levels)) as cluster:
         url = cluster.address("router")
         async with ChatClient(url) as chat:

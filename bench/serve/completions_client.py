@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 
-from bench.serve.workload import Request
+from bench.serve.workload import TimedRequest
 from cluster.chat_client import REPORT_HEADER
 
 CONNECT_S = 10.0
@@ -19,7 +19,7 @@ CONNECT_S = 10.0
 class Outcome:
     """What came of one request; times are time.perf_counter's, in seconds."""
 
-    request: Request
+    request: TimedRequest
     due_s: float = 0.0  # when it should have been sent
     sent_s: float = 0.0
     text_s: list[float] = field(default_factory=list)  # of each event that brought text
@@ -48,7 +48,7 @@ class Outcome:
         return [after - before for before, after in zip(self.text_s, self.text_s[1:], strict=False)]
 
 
-class Client:
+class CompletionsClient:
     """One server and one model of it. Open with `async with`."""
 
     def __init__(self, url: str, model: str, timeout_s: float) -> None:
@@ -56,7 +56,7 @@ class Client:
         self._model = model
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S)
 
-    async def __aenter__(self) -> "Client":
+    async def __aenter__(self) -> "CompletionsClient":
         connector = aiohttp.TCPConnector(limit=0)  # an open loop waits for nobody
         self._session = aiohttp.ClientSession(timeout=self._timeout, connector=connector)
         return self
@@ -64,7 +64,7 @@ class Client:
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
-    async def send(self, request: Request, due_s: float | None = None) -> Outcome:
+    async def send(self, request: TimedRequest, due_s: float | None = None) -> Outcome:
         """Streams one answer to its end; a failure is an outcome, too."""
         body = {
             "model": self._model,
@@ -94,7 +94,7 @@ class Client:
         outcome.ended_s = time.perf_counter()
         return outcome if outcome.error else read_events(outcome, lines)
 
-    async def open_loop(self, requests: Sequence[Request]) -> list[Outcome]:
+    async def open_loop(self, requests: Sequence[TimedRequest]) -> list[Outcome]:
         """Sends each request when it is due, whatever became of those before."""
         start_s = time.perf_counter() + 0.05
         tasks = []
@@ -108,10 +108,10 @@ class Client:
             for task in tasks:
                 task.cancel()
 
-    async def streams(self, streams: Sequence[Sequence[Request]]) -> list[Outcome]:
+    async def streams(self, streams: Sequence[Sequence[TimedRequest]]) -> list[Outcome]:
         """Each stream sends its requests one after another; all streams side by side. In the order of streams."""
 
-        async def one(requests: Sequence[Request]) -> list[Outcome]:
+        async def one(requests: Sequence[TimedRequest]) -> list[Outcome]:
             return [await self.send(request) for request in requests]
 
         return [outcome for outcomes in await asyncio.gather(*map(one, streams)) for outcome in outcomes]

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.options import ServeOptions, counts
-from bench.report import Report, Row, note
-from bench.serve.completions_client import Client, Outcome
-from bench.serve.workload import Request, Workload, make, unique_prompts
+from bench.report import ResultTable, Row, note
+from bench.serve.completions_client import CompletionsClient, Outcome
+from bench.serve.workload import TimedRequest, Workload, make, unique_prompts
 from bench.stats import percentile, rounded, summary
 from cluster.chat_client import ChatClient
 from cluster.local_cluster import run_until_signal
@@ -100,11 +100,11 @@ def result(
     return {**head, **summary({name: [run[name] for run in runs] for name in names})}
 
 
-async def warm_up(client: Client, options: ServeOptions, seed: int, like: Request) -> None:
+async def warm_up(client: CompletionsClient, options: ServeOptions, seed: int, like: TimedRequest) -> None:
     """Requests one after another, of a size that the run has, too. Raises Unavailable for a server that fails them."""
     prompts = unique_prompts(len(like.prompt_ids), f"{seed}/warm-up", options.vocab_size)
     for _ in range(options.warmup):
-        outcome = await client.send(Request(0.0, next(prompts), like.output_tokens))
+        outcome = await client.send(TimedRequest(0.0, next(prompts), like.output_tokens))
         if outcome.error:
             raise Unavailable(f"{options.url}: a request to warm up failed: {outcome.error}")
 
@@ -129,9 +129,9 @@ async def measure(options: ServeOptions) -> int:
     model = options.served_model_name or next(iter(models))
     for workload in workloads.values():
         check_context(workload, models.get(model))
-    report = Report(COLUMNS, as_json=options.json)
+    report = ResultTable(COLUMNS, as_json=options.json)
     runs, failed = [], 0
-    async with Client(options.url, model, options.request_timeout) as client:
+    async with CompletionsClient(options.url, model, options.request_timeout) as client:
         for seed, workload in workloads.items():
             await warm_up(client, options, seed, workload.requests[0])
             note(f"seed {seed}: {len(workload.requests)} requests")

@@ -14,7 +14,7 @@ FIRST_ID = 256  # special tokens tend to come before
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TimedRequest:
     """One prompt, when it is sent, and how many tokens its answer has."""
 
     at_s: float  # from the start
@@ -26,7 +26,7 @@ class Request:
 class Workload:
     """All requests of one run, and how they were made."""
 
-    requests: tuple[Request, ...]
+    requests: tuple[TimedRequest, ...]
     arrivals: str
     rate: float | None  # requests a second, on average
     length_scale: float = 1.0
@@ -43,7 +43,7 @@ def make(options: TrafficOptions, seed: int) -> Workload:
     times = itertools.accumulate(pauses, initial=0.0)
     prompts = unique_prompts(options.prompt_tokens, seed, options.vocab_size)
     return Workload(
-        tuple(Request(next(times), next(prompts), options.output_tokens) for _ in range(options.requests)),
+        tuple(TimedRequest(next(times), next(prompts), options.output_tokens) for _ in range(options.requests)),
         options.arrivals,
         rate,
     )
@@ -67,7 +67,7 @@ def _from_trace(path: Path, options: TrafficOptions, seed: int) -> Workload:
         time_scale = natural / options.rate
     rows = trace.scaled(rows, options.scale, time_scale)
     requests = (
-        Request(row.at_s, trace.prompt_ids(row, number, seed, FIRST_ID, options.vocab_size), row.output_tokens)
+        TimedRequest(row.at_s, trace.prompt_ids(row, number, seed, FIRST_ID, options.vocab_size), row.output_tokens)
         for number, row in enumerate(rows)
     )
     return Workload(tuple(requests), path.name, trace.rate(rows), options.scale, time_scale)

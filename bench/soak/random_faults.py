@@ -28,7 +28,7 @@ ON_REDIS = (Fault.REDIS_KILL, Fault.REDIS_FREEZE)
 SIGNALS = {Fault.KILL: signal.SIGKILL, Fault.REDIS_KILL: signal.SIGKILL, Fault.DRAIN: signal.SIGTERM}  # others: freeze
 
 
-class Faults:
+class RandomFaults:
     """Strikes processes that a cluster starts again. Where a role has several workers, one of them is always well."""
 
     def __init__(

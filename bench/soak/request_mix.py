@@ -85,7 +85,7 @@ def _text(numbers: random.Random, chars: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PlannedRequest:
     """How one request is sent, and when its client leaves: after so many seconds or events; never, if neither."""
 
     template: Template
@@ -94,11 +94,11 @@ class Plan:
     leave_after_events: int | None = None
 
 
-def draw(templates: Sequence[Template], numbers: random.Random, aborts: float) -> Plan:
+def draw(templates: Sequence[Template], numbers: random.Random, aborts: float) -> PlannedRequest:
     """A random one; `aborts` is the share of clients that leave: queued, at the first token, or in the middle."""
     template, stream = numbers.choice(templates), numbers.random() < 0.6
     if numbers.random() >= aborts:
-        return Plan(template, stream)
+        return PlannedRequest(template, stream)
     if not stream or numbers.random() < 0.3:
-        return Plan(template, stream, leave_after_s=numbers.choice((0.0, 0.002, 0.02, 0.1, 0.5)))
-    return Plan(template, True, leave_after_events=numbers.choice((1, 1, 2, 5, 20)))
+        return PlannedRequest(template, stream, leave_after_s=numbers.choice((0.0, 0.002, 0.02, 0.1, 0.5)))
+    return PlannedRequest(template, True, leave_after_events=numbers.choice((1, 1, 2, 5, 20)))

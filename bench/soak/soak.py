@@ -18,12 +18,12 @@ from typing import Any
 
 from bench.options import SoakOptions
 from bench.own_cluster import own_cluster
-from bench.processes import Processes, Usage
-from bench.report import Report, note
-from bench.soak.random_faults import Faults
-from bench.soak.request_mix import Plan, Template, draw, make_templates, with_stop
+from bench.processes import Processes, ProcessUsage
+from bench.report import ResultTable, note
+from bench.soak.random_faults import RandomFaults
+from bench.soak.request_mix import PlannedRequest, Template, draw, make_templates, with_stop
 from bench.soak.tally import Tally, growth, leaks
-from bench.soak.whole_answers import Answer, Client
+from bench.soak.whole_answers import SoakAnswer, SoakClient
 from bench.stats import percentile, rounded
 from cluster.chat_client import ChatClient
 from cluster.local_cluster import Cluster, run_until_signal
@@ -46,7 +46,7 @@ class Soak:
     """One cluster under load."""
 
     def __init__(
-        self, options: SoakOptions, cluster: Cluster, connect: Callable[[], Client], processes: Processes
+        self, options: SoakOptions, cluster: Cluster, connect: Callable[[], SoakClient], processes: Processes
     ) -> None:
         """`connect` makes a client, whose connections end with each part of the soak."""
         self._options = options
@@ -55,7 +55,7 @@ class Soak:
         self._processes = processes
         self._deadlines = Deadlines().scaled(options.deadline_scale)
         self._templates: list[Template] = []
-        self._references: dict[str, Answer] = {}
+        self._references: dict[str, SoakAnswer] = {}
         self._pids: dict[str, set[int]] = defaultdict(set)  # of each process, in all its lives
 
     async def run(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class Soak:
         )
         before = await self._rest("warm-up")
         tally, numbers = Tally(self._references), random.Random(f"{options.seed}/requests")
-        faults = Faults(
+        faults = RandomFaults(
             self._cluster, self._is_well, self._deadlines, random.Random(f"{options.seed}/faults"), options.fault_every
         )
         background = [asyncio.create_task(self._sample(tally, faults))]
@@ -88,7 +88,12 @@ class Soak:
         return self._result(tally, faults, before, left, not_well)
 
     def _result(
-        self, tally: Tally, faults: Faults, before: dict[str, Usage], left: dict[str, float], not_well: list[str]
+        self,
+        tally: Tally,
+        faults: RandomFaults,
+        before: dict[str, ProcessUsage],
+        left: dict[str, float],
+        not_well: list[str],
     ) -> dict[str, Any]:
         after = self._processes.usage()
         leaked = leaks(left) | {"bytes": self._processes.orphaned_bytes()}
@@ -141,8 +146,8 @@ class Soak:
                 if stopping is not None:
                     await self._reference(client, stopping)
 
-    async def _reference(self, client: Client, template: Template) -> Answer:
-        outcome = await client.send(Plan(template, stream=False))
+    async def _reference(self, client: SoakClient, template: Template) -> SoakAnswer:
+        outcome = await client.send(PlannedRequest(template, stream=False))
         if outcome.end != "answered":
             raise Unavailable(f"{template.name}: no reference, the request {outcome.end}: {outcome.code}")
         self._templates.append(template)
@@ -155,7 +160,7 @@ class Soak:
         """Requests for so long, or so many by each of those who send them side by side."""
         until = time.perf_counter() + seconds
 
-        async def one(client: Client) -> None:
+        async def one(client: SoakClient) -> None:
             sent = 0
             while time.perf_counter() < until and sent < requests:
                 sent += 1
@@ -167,13 +172,13 @@ class Soak:
         async with self._connect() as client:
             await asyncio.gather(*(one(client) for _ in range(self._options.concurrency)))
 
-    async def _rest(self, what: str) -> dict[str, Usage]:
+    async def _rest(self, what: str) -> dict[str, ProcessUsage]:
         left = await self._processes.at_rest(self._deadlines.lease_s + REST_S)
         if left:
             raise Unavailable(f"{what}: left are {left}")
         return self._processes.usage()
 
-    async def _sample(self, tally: Tally, faults: Faults) -> None:
+    async def _sample(self, tally: Tally, faults: RandomFaults) -> None:
         """Remembers memory, and tells the progress."""
         began = told = time.perf_counter()
         while True:
@@ -205,10 +210,10 @@ async def measure(options: SoakOptions) -> int:
         async with ChatClient(url) as chat:
             model = await chat.model()
         async with Processes(cluster) as processes:
-            row = await Soak(options, cluster, lambda: Client(url, model, options.request_timeout), processes).run()
+            row = await Soak(options, cluster, lambda: SoakClient(url, model, options.request_timeout), processes).run()
     row["off"] += [f"stopping: {obituary}" for obituary in cluster.unclean]
     if not options.json:
-        Report(COLUMNS, as_json=False).row(row)
+        ResultTable(COLUMNS, as_json=False).row(row)
     print(json.dumps(row, allow_nan=False), flush=True)
     return 1 if row["off"] else 0
 

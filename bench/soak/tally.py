@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from bench.processes import Usage, slope
+from bench.processes import ProcessUsage, slope
 from bench.report import note
-from bench.soak.whole_answers import Answer, Outcome
+from bench.soak.whole_answers import SoakAnswer, SoakOutcome
 from bench.stats import percentile, rounded
 
 ENDS = ("answered", "refused", "aborted", "failed", "hung")
@@ -28,7 +28,7 @@ LEAKS = {
 class Tally:
     """Counts and times of requests, and memory by how many there were."""
 
-    references: Mapping[str, Answer]
+    references: Mapping[str, SoakAnswer]
     ends: Counter[str] = field(default_factory=Counter)
     codes: Counter[str] = field(default_factory=Counter)
     wrong: int = 0
@@ -42,7 +42,7 @@ class Tally:
     def requests(self) -> int:
         return self.ends.total()
 
-    def take(self, outcome: Outcome) -> None:
+    def take(self, outcome: SoakOutcome) -> None:
         """One request; what is wrong is told at once."""
         self.ends[outcome.end] += 1
         if outcome.code:
@@ -60,7 +60,7 @@ class Tally:
             if outcome.plan.stream:
                 self._time(outcome)
 
-    def _time(self, outcome: Outcome) -> None:
+    def _time(self, outcome: SoakOutcome) -> None:
         times = outcome.event_s
         self.ttft_ms.append((times[0] - outcome.sent_s) * 1e3)
         self.stall_ms.append(max((after - before for before, after in pairwise(times)), default=0.0) * 1e3)
@@ -68,7 +68,7 @@ class Tally:
         if later > 0 and len(outcome.answer.choices) == 1:
             self.tpot_ms.append((times[-1] - times[0]) / later * 1e3)
 
-    def remember(self, usage: Mapping[tuple[str, int], Usage]) -> None:
+    def remember(self, usage: Mapping[tuple[str, int], ProcessUsage]) -> None:
         """Memory of each life (name, pid) of each process, now."""
         for life, used in usage.items():
             self.memory[life].append((self.requests / 1e3, used.anonymous_mb))
@@ -107,7 +107,7 @@ def leaks(left: Mapping[str, float]) -> dict[str, float]:
     return found
 
 
-def growth(before: Mapping[str, Usage], after: Mapping[str, Usage]) -> dict[str, dict[str, int]]:
+def growth(before: Mapping[str, ProcessUsage], after: Mapping[str, ProcessUsage]) -> dict[str, dict[str, int]]:
     """How many more open files and threads each process has than before; a new life is compared with an old one."""
     names = [name for name in after if name in before]
     return {

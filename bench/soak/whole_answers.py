@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from bench.soak.request_mix import Plan
+from bench.soak.request_mix import PlannedRequest
 from common.errors import KVRelayError, from_wire
 
 CONNECT_S = 10.0
@@ -17,7 +17,7 @@ BROKEN_OFF = "broken_off"  # the connection ended before the answer did
 
 
 @dataclass(slots=True)
-class Choice:
+class SoakChoice:
     """One answer. A token is (text, logprob, the top ones), where logprobs were asked for."""
 
     text: str = ""
@@ -25,7 +25,7 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
-    def begins(self, whole: "Choice") -> bool:
+    def begins(self, whole: "SoakChoice") -> bool:
         """Whether this is what `whole` was at some moment."""
         if self.finish_reason is not None:
             return self == whole
@@ -33,35 +33,35 @@ class Choice:
 
 
 @dataclass(slots=True)
-class Answer:
+class SoakAnswer:
     """All choices, and usage but for what depends on caches."""
 
-    choices: list[Choice]
+    choices: list[SoakChoice]
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
-    def begins(self, whole: "Answer") -> bool:
+    def begins(self, whole: "SoakAnswer") -> bool:
         return all(part.begins(choice) for part, choice in zip(self.choices, whole.choices, strict=True))
 
 
 @dataclass(slots=True)
-class Outcome:
+class SoakOutcome:
     """What came of one request. Times are time.perf_counter's."""
 
-    plan: Plan
-    answer: Answer
+    plan: PlannedRequest
+    answer: SoakAnswer
     end: str = ""  # answered, refused, aborted, hung or failed
     code: str = ""  # of a failure or refusal
     sent_s: float = 0.0
     event_s: list[float] = field(default_factory=list)  # of each event with something new in it
     ended_s: float = 0.0
 
-    def wrong(self, reference: Answer) -> bool:
+    def wrong(self, reference: SoakAnswer) -> bool:
         """Whether the client saw something that it should not have seen; a part of an answer must be its beginning."""
         return self.answer != reference if self.end == "answered" else not self.answer.begins(reference)
 
 
-class Client:
+class SoakClient:
     """One server and one model of it. Open with `async with`; requests have `timeout_s` each."""
 
     def __init__(self, url: str, model: str, timeout_s: float) -> None:
@@ -69,7 +69,7 @@ class Client:
         self._model = model
         self._timeout_s = timeout_s
 
-    async def __aenter__(self) -> "Client":
+    async def __aenter__(self) -> "SoakClient":
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
             connector=aiohttp.TCPConnector(limit=0),
@@ -80,9 +80,11 @@ class Client:
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
-    async def send(self, plan: Plan) -> Outcome:
+    async def send(self, plan: PlannedRequest) -> SoakOutcome:
         """To its end, or until the client leaves; every failure is an outcome."""
-        outcome = Outcome(plan, Answer([Choice() for _ in range(plan.template.n)]), sent_s=time.perf_counter())
+        outcome = SoakOutcome(
+            plan, SoakAnswer([SoakChoice() for _ in range(plan.template.n)]), sent_s=time.perf_counter()
+        )
         leaving = plan.leave_after_s is not None and plan.leave_after_s < self._timeout_s
         limit_s = plan.leave_after_s if leaving else self._timeout_s
         try:
@@ -99,7 +101,7 @@ class Client:
         outcome.ended_s = time.perf_counter()
         return outcome
 
-    async def _run(self, plan: Plan, outcome: Outcome) -> None:
+    async def _run(self, plan: PlannedRequest, outcome: SoakOutcome) -> None:
         body = plan.template.body | {"model": self._model}
         if plan.stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -128,7 +130,7 @@ class Client:
         outcome.end, outcome.code = "failed", BROKEN_OFF
 
 
-def _take(event: dict[str, Any], outcome: Outcome) -> None:
+def _take(event: dict[str, Any], outcome: SoakOutcome) -> None:
     """One chunk, or the whole reply."""
     if "error" in event:
         raise from_wire(event["error"]["code"], event["error"]["message"])

@@ -15,7 +15,7 @@ from typing import Any
 
 from bench.engines import build, greedy, settings
 from bench.options import BatchingOptions
-from bench.report import Report, Row, note
+from bench.report import ResultTable, Row, note
 from bench.serve.workload import unique_prompts
 from bench.stats import rounded, summary
 from bench.step.lengths import Length, drawn, memory_use, of_trace, paged, preallocated
@@ -41,7 +41,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class BatchingRun:
     """One run of one kind."""
 
     tokens_per_s: float
@@ -65,7 +65,9 @@ def sequences_for(lengths: Sequence[Length], kind: str, size: int, seed: int, vo
     return made
 
 
-def run_kind(built: BuiltEngine, lengths: Sequence[Length], kind: str, options: BatchingOptions, seed: int) -> Run:
+def run_kind(
+    built: BuiltEngine, lengths: Sequence[Length], kind: str, options: BatchingOptions, seed: int
+) -> BatchingRun:
     size, engine = options.max_num_seqs, built.engine
     sequences = sequences_for(lengths, kind, size, seed, options.vocab_size)
     steps = 0
@@ -80,7 +82,7 @@ def run_kind(built: BuiltEngine, lengths: Sequence[Length], kind: str, options: 
             steps += 1
     seconds, cpu_s = time.perf_counter() - began, time.process_time() - began_cpu
     wanted = sum(length.output for length in lengths)
-    return Run(wanted / seconds, wanted / cpu_s, wanted / steps)
+    return BatchingRun(wanted / seconds, wanted / cpu_s, wanted / steps)
 
 
 def lengths_for(options: BatchingOptions, run: int) -> list[Length]:
@@ -118,7 +120,7 @@ def run(options: BatchingOptions) -> int:
     )
     built = build(config)
     kinds = (CONTINUOUS, STATIC, PADDED)
-    results: dict[str, list[Run]] = defaultdict(list)
+    results: dict[str, list[BatchingRun]] = defaultdict(list)
     try:
         run_kind(built, [Length(32, 4)] * options.max_num_seqs, CONTINUOUS, options, -1)  # to warm up
         for number, lengths in enumerate(every_run):
@@ -127,16 +129,16 @@ def run(options: BatchingOptions) -> int:
                 results[kind].append(run_kind(built, lengths, kind, options, options.seed + number))
     finally:
         built.pool.close()
-    report = Report(COLUMNS, as_json=options.json)
+    report = ResultTable(COLUMNS, as_json=options.json)
     for kind in kinds:
         report.row(result(options, kind, results))
-    report = Report(MEMORY_COLUMNS, as_json=options.json)
+    report = ResultTable(MEMORY_COLUMNS, as_json=options.json)
     for row in memory_rows(options, [length for lengths in every_run for length in lengths], built.layout):
         report.row(row)
     return 0
 
 
-def result(options: BatchingOptions, kind: str, results: dict[str, list[Run]]) -> Row:
+def result(options: BatchingOptions, kind: str, results: dict[str, list[BatchingRun]]) -> Row:
     """One kind's figures; speed-ups are over the padded form, run by run."""
     pairs = list(zip(results[kind], results[PADDED], strict=True))
     head: dict[str, Any] = {

@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.options import StepOptions, counts
 from bench.pinned import cpus, module_command, run_pinned
-from bench.report import Report, Row, note
+from bench.report import ResultTable, Row, note
 from bench.stats import median, rounded, summary
 from bench.step.floor import Work
 from cluster.local_cluster import run_until_signal
@@ -156,7 +156,7 @@ async def measure(options: StepOptions) -> int:
             if peers:
                 note(f"round {number + 1} of {options.rounds}, cores: {cores}, the peer")
                 samples.take_peer(await run_pinned(peers[cores], cores, ROUND_S))
-    report = Report(COLUMNS, as_json=options.json)
+    report = ResultTable(COLUMNS, as_json=options.json)
     for cores, samples in measured.items():
         (stream, stream_by), (matmul, matmul_by) = samples.limit("stream_gb_s"), samples.limit("matmul_gflop_s")
         report.say(

@@ -6,7 +6,7 @@ rotary embedding and activation run once a layer. Where the reader can't give th
 has to change, it is a copy.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Protocol
@@ -16,8 +16,7 @@ import torch
 from common.errors import ModelError
 from common.model.config import ModelConfig
 from common.model.safetensors_header import DTYPES
-
-Progress = Callable[[int, int], None]  # bytes done, bytes in all
+from common.progress_bar import Progress
 
 
 class StoredTensor(Protocol):

@@ -16,7 +16,7 @@ from common.engine.config import EngineConfig
 from common.engine.engine import Engine
 from common.engine.kv_pool import KVPool
 from common.engine.limits import SchedulerConfig
-from common.engine.runner import Runner
+from common.engine.runner import ModelRunner
 from common.engine.sampler import Sampler
 from common.engine.scheduler import Scheduler
 from common.engine.sequence import Sequence
@@ -31,9 +31,8 @@ from common.memory import (
 from common.model.config import ModelConfig, parse_config, parse_generation
 from common.model.fingerprint import fingerprint
 from common.model.open import open_model
+from common.progress_bar import Progress
 from common.sampling import SamplingParams
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +98,7 @@ def build_engine(
         num_blocks = min(num_blocks, longest * config.max_num_seqs)  # more would be of no use
     pool = KVPool(layout, num_blocks, shared=shared_pool)
     blocks = BlockPool(num_blocks, enable_caching=settings.enable_prefix_caching)
-    engine = Engine(Scheduler(config, blocks), Runner(decoder, pool), Sampler(generation.eos_token_ids), clock)
+    engine = Engine(Scheduler(config, blocks), ModelRunner(decoder, pool), Sampler(generation.eos_token_ids), clock)
     return BuiltEngine(
         engine=engine,
         pool=pool,
@@ -119,7 +118,7 @@ def warm_up(decoder: Decoder, layout: KVLayout, num_tokens: int, clock: Callable
     """
     blocks = tuple(range(-(-num_tokens // layout.block_size)))
     pool = KVPool(layout, len(blocks), shared=False)
-    runner = Runner(decoder, pool)
+    runner = ModelRunner(decoder, pool)
 
     def step(count: int) -> None:
         sequence = Sequence("warm-up", [0] * count, count, SamplingParams())

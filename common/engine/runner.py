@@ -11,7 +11,7 @@ from common.engine.batch import Batch
 from common.engine.kv_pool import KVPool
 
 
-class Runner:
+class ModelRunner:
     """A model over one pool. One step at a time, on the caller's thread."""
 
     def __init__(self, decoder: Decoder, pool: KVPool) -> None:

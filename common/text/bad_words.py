@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from common.errors import InvalidRequest
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 
 
 def bad_word_tokens(words: Sequence[str], text: TextModel) -> tuple[tuple[int, ...], ...]:

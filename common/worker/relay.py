@@ -20,7 +20,7 @@ log = get_logger("relay")
 MAX_REQUEST_ID = 512  # characters; a KV handle takes no more
 
 
-class Context(Protocol):
+class RelayContext(Protocol):
     """What a relay needs of its RPC."""
 
     async def write(self, event: Any) -> None: ...
@@ -91,7 +91,7 @@ class RelayServer:
         silent = all(session.outgoing.empty() and not session.writing for session in self._sessions)
         return silent and not self._attempts
 
-    async def Relay(self, commands: AsyncIterator[Any], context: Context) -> None:
+    async def Relay(self, commands: AsyncIterator[Any], context: RelayContext) -> None:
         """The RPC: commands in, events out, each with the load; a heartbeat when there is nothing else."""
         session = Session(self._event_type)
         session.send(welcome=types_pb2.Welcome(epoch=self.epoch, fingerprint=self.fingerprint))

@@ -21,7 +21,7 @@ from common.errors import HandoverError, TransportUnavailable
 from common.rpc.convert import error_from_proto
 from common.rpc.pb import kv_pb2
 from kvtransfer.copying import check_pairs, in_thread, pieces
-from kvtransfer.transport import BlockMemory, Offer, Progress, Ticket, Transport
+from kvtransfer.transport import BlockMemory, Offer, OnMoved, Ticket, Transport
 
 NAME = "grpc"
 PULL = "/kvrelay.v1.KV/Pull"
@@ -79,7 +79,7 @@ class GrpcReader:
         return nonce
 
     async def pull(
-        self, ticket: Ticket, pairs: Sequence[tuple[int, int]], pool: BlockMemory, progress: Progress
+        self, ticket: Ticket, pairs: Sequence[tuple[int, int]], pool: BlockMemory, progress: OnMoved
     ) -> None:
         check_pairs(pairs, self._num_blocks, self._block_bytes, pool)
         request = kv_pb2.PullRequest(
@@ -134,7 +134,7 @@ def _cancellations() -> int:
 class Incoming:
     """A stream of frames on its way into blocks, `done` bytes of it so far. Works in the copy thread."""
 
-    def __init__(self, block_ids: Sequence[int], pool: BlockMemory, progress: Progress) -> None:
+    def __init__(self, block_ids: Sequence[int], pool: BlockMemory, progress: OnMoved) -> None:
         self._block_ids = block_ids
         self._pool = pool
         self._progress = progress

@@ -18,7 +18,7 @@ import numpy as np
 
 from common.errors import HandoverError, TransportUnavailable
 from kvtransfer.copying import check_pairs, in_thread
-from kvtransfer.transport import BlockMemory, HolderPool, Offer, Progress, Ticket, Transport
+from kvtransfer.transport import BlockMemory, HolderPool, Offer, OnMoved, Ticket, Transport
 
 NAME = "shm"
 SLICE_BYTES = 4 * 2**20  # copied between two looks at the stop flag, about 1 ms
@@ -77,7 +77,7 @@ class ShmReader:
         return self._map[:nonce_bytes]
 
     async def pull(
-        self, ticket: Ticket, pairs: Sequence[tuple[int, int]], pool: BlockMemory, progress: Progress
+        self, ticket: Ticket, pairs: Sequence[tuple[int, int]], pool: BlockMemory, progress: OnMoved
     ) -> None:
         if self._map is None:
             raise HandoverError("the holder's memory is not open")
@@ -108,7 +108,7 @@ def _copy(
     pairs: Sequence[tuple[int, int]],
     pool: BlockMemory,
     stop: threading.Event,
-    progress: Progress,
+    progress: OnMoved,
 ) -> None:
     """Runs in the copy thread; numpy lets go of the interpreter lock while it copies."""
     source = np.frombuffer(mapped, np.uint8, offset=blocks_offset)

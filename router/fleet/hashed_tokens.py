@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from common.block_hash import BLOCK_SIZE, block_hashes, root_hash
 
 
-class Context:
+class HashedTokens:
     """Tokens of one request, with their block hashes: each block is hashed once, however often they are asked for."""
 
-    def __init__(self, token_ids: Sequence[int], cache_salt: str = "", before: "Context | None" = None) -> None:
+    def __init__(self, token_ids: Sequence[int], cache_salt: str = "", before: "HashedTokens | None" = None) -> None:
         """`before` is a context of the same request that these tokens begin with."""
         self.token_ids = token_ids
         self.cache_salt = cache_salt
@@ -18,11 +18,11 @@ class Context:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def extended(self, output_ids: Sequence[int]) -> "Context":
+    def extended(self, output_ids: Sequence[int]) -> "HashedTokens":
         """With these tokens behind."""
         if not output_ids:
             return self
-        return Context((*self.token_ids, *output_ids), self.cache_salt, before=self)
+        return HashedTokens((*self.token_ids, *output_ids), self.cache_salt, before=self)
 
     def hashes(self, model_revision: str) -> list[bytes]:
         """Block hashes as the caches of workers with this model have them."""

@@ -13,7 +13,7 @@ from common.deadlines import Deadlines
 from common.discovery.registry import Registry, WorkerRecord
 from common.errors import ContextLengthExceeded, HandoverError, NoWorker
 from common.rpc.channel import OpenChannel, open_channel
-from router.fleet.hashed_tokens import Context
+from router.fleet.hashed_tokens import HashedTokens
 from router.fleet.policy import Candidate, goes_unsplit, pick_decode, pick_prefill
 from router.fleet.prefix_index import Expectation, PrefixIndex
 from router.fleet.worker_client import WorkerClient
@@ -95,7 +95,7 @@ class Workers:
         return True, "ready"
 
     def pick_prefill(
-        self, context: Context, decode: WorkerClient, failed: Collection[str] = (), fingerprint: str | None = None
+        self, context: HashedTokens, decode: WorkerClient, failed: Collection[str] = (), fingerprint: str | None = None
     ) -> tuple[WorkerClient, Expectation] | str:
         """The worker that is done with this prompt first, and the blocks it is now expected to have.
 
@@ -120,7 +120,7 @@ class Workers:
         return client, self._index.expect(picked.worker_id, context.hashes(client.record.model_revision))
 
     def pick_decode(
-        self, context: Context, fingerprint: str | None, failed: Collection[str] = ()
+        self, context: HashedTokens, fingerprint: str | None, failed: Collection[str] = ()
     ) -> WorkerClient | None:
         """The worker that holds the least, counting what it has of this prompt; of one fingerprint, if given."""
         picked = pick_decode(
@@ -141,7 +141,7 @@ class Workers:
             return
 
     async def decode_worker(
-        self, context: Context, fingerprint: str | None, failed: Collection[str] = ()
+        self, context: HashedTokens, fingerprint: str | None, failed: Collection[str] = ()
     ) -> WorkerClient:
         """pick_decode, waiting for a worker to come back if need be. Raises NoWorker after the queue deadline.
 
@@ -169,7 +169,7 @@ class Workers:
                 f"the prompt has {num_tokens} tokens, the workers' context {longest}", field="prompt"
             )
 
-    def _candidate(self, client: WorkerClient, context: Context, failed: Collection[str]) -> Candidate:
+    def _candidate(self, client: WorkerClient, context: HashedTokens, failed: Collection[str]) -> Candidate:
         record, load = client.record, client.load
         return Candidate(
             worker_id=record.worker_id,

@@ -5,7 +5,7 @@ import hmac
 from collections.abc import Awaitable, Callable, Collection
 
 from aiohttp import hdrs, web
-from aiohttp.typedefs import Middleware
+from aiohttp.typedefs import Handler, Middleware
 
 from common.errors import Unauthorized
 
@@ -13,7 +13,6 @@ OPEN_PATHS = ("/health", "/ready", "/metrics")  # of probes and scrapers
 PREFLIGHT_S = 3600  # a browser may remember the answer for so long
 EXPOSED = "X-Request-Id, Server-Timing, Retry-After"
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 OnPrepare = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
 
 

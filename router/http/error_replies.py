@@ -4,11 +4,10 @@ import logging
 import math
 import re
 import secrets
-from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 
 from aiohttp import web
-from aiohttp.typedefs import Middleware
+from aiohttp.typedefs import Handler, Middleware
 
 from common.errors import KVRelayError, Overloaded
 from common.log import get_logger, log_event
@@ -21,8 +20,6 @@ USABLE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 request_id: ContextVar[str] = ContextVar("request_id", default="")  # as the client knows it, for its reply and for logs
 RETRY_AFTER_S = 1.0  # of a 503
 CLIENT_LEFT = 499  # nobody gets this status; it is counted
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def errors_as_json(metrics: RouterMetrics) -> Middleware:

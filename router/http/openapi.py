@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from common.version import VERSION
-from router.http.pages import Health, ModelCard, ModelList, Readiness, Version
+from router.http.pages import HealthPage, ModelCard, ModelList, Readiness, Version
 from router.openai.replies import Body, ChatChoice, CompletionChoice, ErrorBody
 from router.openai.requests import ChatRequest, CompletionRequest
 from router.openai.tokenize import DetokenizeReply, DetokenizeRequest, TokenizeReply, TokenizeRequest
@@ -25,7 +25,7 @@ ROUTES: dict[str, tuple[str, str, type[BaseModel] | None, type[BaseModel] | None
     "/v1/models": ("get", "The served model, as a list", None, ModelList, False),
     "/v1/models/{model}": ("get", "The served model", None, ModelCard, False),
     "/version": ("get", "kvrelay's version", None, Version, False),
-    "/health": ("get", "Whether the process lives", None, Health, False),
+    "/health": ("get", "Whether the process lives", None, HealthPage, False),
     "/ready": ("get", "Whether workers could serve a request", None, Readiness, False),
     "/metrics": ("get", "Counters for Prometheus", None, None, False),
     "/openapi.json": ("get", "This description", None, None, False),

@@ -31,7 +31,7 @@ class Version(BaseModel):
     version: str
 
 
-class Health(BaseModel):
+class HealthPage(BaseModel):
     status: str
 
 
@@ -74,7 +74,7 @@ class Pages:
         return _page(Version(version=VERSION))
 
     async def _health(self, _: web.Request) -> web.Response:
-        return _page(Health(status="ok"))
+        return _page(HealthPage(status="ok"))
 
     async def _readiness(self, _: web.Request) -> web.Response:
         ready, reason = self._ready()

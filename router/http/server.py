@@ -2,11 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from aiohttp import web
-from aiohttp.typedefs import Middleware
+from aiohttp.typedefs import Handler, Middleware
 
 from common.deadlines import Deadlines
 from common.errors import InvalidRequest, KVRelayError, SlowClient
@@ -20,10 +19,8 @@ log = get_logger("http")
 GRACE_S = 1.0
 LINGER_S = 2.0  # for what a client still sends of a request that has its answer
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-
-class Connections:
+class ClientConnections:
     """The guards of all open connections, by aiohttp's protocol of each."""
 
     def __init__(self, header_s: float) -> None:
@@ -34,7 +31,7 @@ class Connections:
 class ConnectionGuard(asyncio.Protocol):
     """Stands between a socket and aiohttp's protocol, which has no time limit for a request's headers."""
 
-    def __init__(self, inner: asyncio.Protocol, connections: Connections) -> None:
+    def __init__(self, inner: asyncio.Protocol, connections: ClientConnections) -> None:
         self._inner = inner
         self._connections = connections
         self._transport: asyncio.Transport | None = None
@@ -137,7 +134,7 @@ class GuardedRunner(web.AppRunner):
     """Its sites guard their connections, each of which gets the protocol options."""
 
     def __init__(
-        self, app: web.Application, connections: Connections, protocol_options: dict[str, Any], **options: Any
+        self, app: web.Application, connections: ClientConnections, protocol_options: dict[str, Any], **options: Any
     ) -> None:
         super().__init__(app, **options)
         self._connections = connections
@@ -153,7 +150,7 @@ class GuardedRunner(web.AppRunner):
         return HttpProtocol(manager, loop=asyncio.get_running_loop(), **self._protocol_options)
 
 
-def tell_guards(connections: Connections) -> Middleware:
+def tell_guards(connections: ClientConnections) -> Middleware:
     """Tells each connection's guard when a request's headers are here and when it is answered."""
 
     @web.middleware
@@ -171,7 +168,7 @@ def tell_guards(connections: Connections) -> Middleware:
 
 
 def make_runner(
-    app: web.Application, connections: Connections, deadlines: Deadlines, shutdown_timeout_s: float
+    app: web.Application, connections: ClientConnections, deadlines: Deadlines, shutdown_timeout_s: float
 ) -> web.AppRunner:
     """A handler whose client leaves is cancelled, which is what closes its generations."""
     return GuardedRunner(

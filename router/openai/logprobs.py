@@ -5,7 +5,7 @@ from itertools import accumulate
 
 from common.errors import KVRelayError
 from common.sampling import Logprob
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from router.openai.replies import ChatLogprobs, CompletionLogprobs, PromptLogprob, TokenLogprob, TopLogprob
 from router.pipeline.generation import Generation, TokenText
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any, ClassVar, Generic
 
 from common.text.detokenize import Detokenizer
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from router.openai.logprobs import LogprobWriter
 from router.openai.replies import (
     Body,

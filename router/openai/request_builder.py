@@ -8,7 +8,7 @@ from common.errors import ContextLengthExceeded, InvalidRequest
 from common.model.config import GenerationDefaults
 from common.sampling import SamplingParams
 from common.text.bad_words import bad_word_tokens
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from router.config import RequestLimits
 from router.openai.requests import ChatRequest, CompletionRequest, Request
 from router.pipeline.generation import GenerationRequest

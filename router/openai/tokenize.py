@@ -6,7 +6,7 @@ from pydantic import BaseModel, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from common.errors import InvalidRequest
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from router.openai.requests import Message, TokenId
 from router.openai.strict_json import Wire
 

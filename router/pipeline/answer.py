@@ -4,7 +4,7 @@ from common.errors import TokenMismatch
 from common.rpc.convert import finish_reason_from_proto, logprob_from_proto
 from common.rpc.pb import types_pb2
 from common.text.detokenize import StopChecker
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from router.pipeline.generation import Delta, GenerationRequest, TokenText
 
 

@@ -43,7 +43,7 @@ class Room:
 
 
 @dataclass(eq=False, slots=True)
-class Waiter:
+class QueuedRequest:
     place: tuple[int, int]  # priority and arrival: the lowest goes first
     cost: Room
     granted: asyncio.Future[None]
@@ -65,7 +65,7 @@ class Gate:
         self._clock = clock
         self._max_queued = max_queued
         self._announced_s = deadlines.dead_s + deadlines.heartbeat_s
-        self._queue: list[Waiter] = []  # in order
+        self._queue: list[QueuedRequest] = []  # in order
         self._arrivals = 0
         self._ends: deque[float] = deque(maxlen=WINDOW)  # of requests, while others waited
         self._answer_tokens = FIRST_GUESS
@@ -132,7 +132,7 @@ class Gate:
         self.poll()
 
     async def _wait(self, cost: Room, priority: int) -> None:
-        waiter = Waiter((priority, self._arrivals), cost, asyncio.get_running_loop().create_future())
+        waiter = QueuedRequest((priority, self._arrivals), cost, asyncio.get_running_loop().create_future())
         self._arrivals += 1
         if not self._queue:  # what ended before anybody waited says nothing of how fast this queue moves
             self._ends.clear()

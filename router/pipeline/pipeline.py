@@ -14,9 +14,9 @@ from common.errors import HandoverError, KVRelayError, Overloaded, RequestTimeou
 from common.log import get_logger, log_event
 from common.rpc.pb import decode_pb2, prefill_pb2, types_pb2
 from common.tasks import end
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from kvtransfer.handle import KVHandle
-from router.fleet.hashed_tokens import Context
+from router.fleet.hashed_tokens import HashedTokens
 from router.fleet.worker_client import WorkerClient
 from router.fleet.workers import Workers
 from router.metrics import RouterMetrics
@@ -24,7 +24,7 @@ from router.pipeline.answer import Answer
 from router.pipeline.gate import MAX_QUEUED, Gate
 from router.pipeline.generation import Delta, Generation
 from router.pipeline.held_kv import Held, held
-from router.pipeline.request_run import Run
+from router.pipeline.request_run import RequestRun
 
 log = get_logger("pipeline")
 MAX_ATTEMPTS = 6  # at one answer, those together with others included
@@ -56,7 +56,7 @@ class Pipeline:
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Delta, None]:
         """The answers' deltas as they come. Closing the iterator frees both workers; raises KVRelayError."""
-        run = Run(generation, self._text, self._metrics, self._clock)
+        run = RequestRun(generation, self._text, self._metrics, self._clock)
         self._count(running=1)
         driver = asyncio.create_task(self._drive(run))
         try:
@@ -72,7 +72,7 @@ class Pipeline:
             self._count(running=-1)
             await end(driver)
 
-    async def _drive(self, run: Run) -> None:
+    async def _drive(self, run: RequestRun) -> None:
         try:
             async with asyncio.timeout(self._deadlines.request_s), self._entered(run):
                 await self._answer(run, run.answers)
@@ -85,7 +85,7 @@ class Pipeline:
             run.outbox.put_nowait(KVRelayError("internal error"))
 
     @asynccontextmanager
-    async def _entered(self, run: Run) -> AsyncIterator[None]:
+    async def _entered(self, run: RequestRun) -> AsyncIterator[None]:
         """Waits at the gate, which counts as the request's queue."""
         self._count(waiting=1)
         async with AsyncExitStack() as stack:
@@ -98,7 +98,7 @@ class Pipeline:
             for answer in run.answers:
                 self._gate.learn(len(answer.output_ids))
 
-    async def _answer(self, run: Run, answers: list[Answer], tries: int = 0) -> None:
+    async def _answer(self, run: RequestRun, answers: list[Answer], tries: int = 0) -> None:
         """Until these answers are finished, whatever dies on the way."""
         while answers:
             tries += 1
@@ -124,7 +124,7 @@ class Pipeline:
                 await _all(self._answer(run, [answer], tries) for answer in answers)
                 return
 
-    async def _attempt(self, run: Run, answers: list[Answer]) -> None:
+    async def _attempt(self, run: RequestRun, answers: list[Answer]) -> None:
         """Prefill, hand-over, decode; or decode alone where there is no prefill pool."""
         key = run.next_attempt(answers)
         context = run.context(answers)
@@ -153,7 +153,7 @@ class Pipeline:
                 if live:
                     await self._decode(run, live, key, kept)
 
-    async def _decode_worker(self, run: Run, context: Context, fingerprint: str | None) -> WorkerClient:
+    async def _decode_worker(self, run: RequestRun, context: HashedTokens, fingerprint: str | None) -> WorkerClient:
         """The decode worker for these tokens, as soon as there is one; the wait counts as the request's queue."""
         before = run.elapsed_s()
         self._count(waiting=1)
@@ -167,7 +167,7 @@ class Pipeline:
             run.report.router_queue_s += run.elapsed_s() - before
 
     async def _prefill(
-        self, run: Run, answers: list[Answer], key: types_pb2.AttemptKey, client: WorkerClient
+        self, run: RequestRun, answers: list[Answer], key: types_pb2.AttemptKey, client: WorkerClient
     ) -> prefill_pb2.FirstTokens:
         submission = run.submission(answers, client, key)
         num_tokens = len(submission.prompt_ids) + len(submission.forks[0].output_ids)
@@ -189,7 +189,9 @@ class Pipeline:
         queued = client.charged_tokens + client.load.waiting_tokens
         return self._deadlines.prefill_s + 5 * (queued + num_tokens) / PREFILL_TOKENS_S
 
-    async def _decode(self, run: Run, answers: list[Answer], key: types_pb2.AttemptKey, kept: Held | None) -> None:
+    async def _decode(
+        self, run: RequestRun, answers: list[Answer], key: types_pb2.AttemptKey, kept: Held | None
+    ) -> None:
         """Tokens until these answers are finished, on KV from the handle or, without one, from the start."""
         context = run.context(answers)
         client = await self._decode_worker(run, context, kept.handle.fingerprint if kept else run.fingerprint)
@@ -221,7 +223,7 @@ class Pipeline:
                     stream.num_forks = len(live)
             stream.ended = True
 
-    def _report(self, run: Run) -> None:
+    def _report(self, run: RequestRun) -> None:
         report = run.report
         self._metrics.on_first_token(report.first_token_s)
         self._metrics.on_finish(

@@ -7,15 +7,15 @@ from contextlib import contextmanager
 from common.errors import KVRelayError, TokenMismatch
 from common.rpc.convert import params_to_proto, scores_from_proto
 from common.rpc.pb import decode_pb2, prefill_pb2, types_pb2
-from common.text.model import TextModel
-from router.fleet.hashed_tokens import Context
+from common.text.text_model import TextModel
+from router.fleet.hashed_tokens import HashedTokens
 from router.fleet.worker_client import WorkerClient
 from router.metrics import RouterMetrics
 from router.pipeline.answer import Answer
 from router.pipeline.generation import Delta, Generation
 
 
-class Run:
+class RequestRun:
     """A request on its way: its answers, and the deltas that are to go out."""
 
     def __init__(self, generation: Generation, text: TextModel, metrics: RouterMetrics, clock: Callable[[], float]):
@@ -33,7 +33,7 @@ class Run:
         self._began = clock()
         self._last_token_s = [0.0] * self.request.n
         self._params = params_to_proto(self.request.params)
-        self._prompt = Context(self.request.prompt_ids, self.request.cache_salt)
+        self._prompt = HashedTokens(self.request.prompt_ids, self.request.cache_salt)
 
     @property
     def fingerprint(self) -> str | None:
@@ -67,7 +67,7 @@ class Run:
             request_id += f".{answers[0].index}"
         return types_pb2.AttemptKey(request_id=request_id, attempt=self.report.attempts)
 
-    def context(self, answers: list[Answer]) -> Context:
+    def context(self, answers: list[Answer]) -> HashedTokens:
         """The prompt and what these answers have in common so far."""
         return self._prompt.extended(answers[0].output_ids) if len(answers) == 1 else self._prompt
 

@@ -4,18 +4,18 @@ import json
 
 import pytest
 
-from bench.report import Report, cell
+from bench.report import ResultTable, cell
 
 
 def test_json_rows_have_everything_and_nothing_else_is_printed(capsys):
-    report = Report(["a"], as_json=True)
+    report = ResultTable(["a"], as_json=True)
     report.say("for people")
     report.row({"a": 1.5, "hidden": None})
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [{"a": 1.5, "hidden": None}]
 
 
 def test_a_table_has_one_header_and_the_named_columns(capsys):
-    report = Report(["cores", "ms"], as_json=False)
+    report = ResultTable(["cores", "ms"], as_json=False)
     report.row({"cores": 1, "ms": 12.3456, "other": 7})
     report.row({"cores": 2})
     header, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]

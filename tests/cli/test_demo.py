@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from cli import demo
-from cluster.chat_client import Answer
+from cluster.chat_client import ChatAnswer
 from cluster.plan import ClusterConfig, UpConfig
 from common.engine.config import EngineConfig
 from common.worker.config import WorkerConfig
@@ -129,7 +129,7 @@ async def test_a_router_without_reports_is_an_error(monkeypatch):
     ],
 )
 def test_a_summary_survives_what_is_missing(changes, text):
-    assert text in "\n".join(demo.summary(Answer("x", "stop", {}, report(**changes))))
+    assert text in "\n".join(demo.summary(ChatAnswer("x", "stop", {}, report(**changes))))
 
 
 @pytest.mark.parametrize(

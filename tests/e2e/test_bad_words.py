@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from common.errors import InvalidRequest
 from common.sampling import SamplingParams
 from common.text.bad_words import bad_word_tokens
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from tests.support.checkpoints import make_random_checkpoint
 from tests.support.http_tools import COMPLETION, HELLO, serve
 from tests.support.in_process_cluster import LocalCluster, local_cluster

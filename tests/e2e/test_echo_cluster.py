@@ -10,7 +10,7 @@ import torch
 from openai import AsyncOpenAI
 from transformers import LlamaForCausalLM
 
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from tests.support.checkpoints import make_random_checkpoint
 from tests.support.http_over import NAME, Over, http_over
 from tests.support.in_process_cluster import LocalCluster, local_cluster

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from common.sampling import SamplingParams
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from tests.support.checkpoints import make_random_checkpoint
 from tests.support.http_over import NAME, http_over
 from tests.support.in_process_cluster import local_cluster

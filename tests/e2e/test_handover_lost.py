@@ -16,7 +16,7 @@ from kvtransfer.handle import KVHandle
 from kvtransfer.holder_client import HolderClient
 from kvtransfer.lease import ROUTER, LeaseTable
 from kvtransfer.reader import KVReader
-from router.fleet.hashed_tokens import Context
+from router.fleet.hashed_tokens import HashedTokens
 from tests.support.checkpoints import make_random_checkpoint
 from tests.support.in_process_cluster import LocalCluster, LocalWorker, local_cluster
 from tests.support.recompute import Recompute, prompt
@@ -191,7 +191,7 @@ async def test_a_new_life_at_the_address_serves_at_once_and_the_old_one_is_forgo
         await cluster.answer(PROMPT, SEEDED)
         reader = cluster.decode[0]._reader
         assert list(reader._connections._current) == [(old.worker.info.address, old.worker.info.epoch)]
-        context, index = Context(PROMPT), cluster.workers._index
+        context, index = HashedTokens(PROMPT), cluster.workers._index
 
         def known() -> int:
             return index.prefix_blocks("prefill-0", context.hashes(old.worker.info.model_revision))

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from common.model.open import open_source
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from tests.support.checkpoints import make_random_checkpoint
 from tests.support.fake_hub import Hub
 from tests.support.gguf_models import Kind, random_model, write_model

@@ -15,7 +15,7 @@ import pytest_asyncio
 from bench.options import ClusterOptions
 from bench.own_cluster import own_cluster
 from bench.processes import Processes
-from bench.soak.request_mix import Plan, draw
+from bench.soak.request_mix import PlannedRequest, draw
 from bench.soak.tally import Tally
 from common.deadlines import Deadlines
 from common.settings import Bytes
@@ -90,7 +90,7 @@ async def test_clients_that_read_slowly_or_not_at_all_slow_nobody(pressure: Pres
         asked = [("/v1/chat/completions", LARGE)] * 3 + [(LONG.path, LONG.body)] * (SEATS * 3)
         unread = [stack.enter_context(unread_stream(pressure, *one)) for one in asked]
         reading = asyncio.create_task(_read_slowly(unread[0]))
-        tally = await pressure.answers([*pressure.plans(SEATS * 2), Plan(LONG, stream=True)])
+        tally = await pressure.answers([*pressure.plans(SEATS * 2), PlannedRequest(LONG, stream=True)])
         grown_mb = pressure.router_mb() - before_mb
         gauges = await pressure.processes.gauges("router")
         reading.cancel()
@@ -116,7 +116,7 @@ async def test_a_frozen_worker_blocks_no_healthy_one(pressure: Pressure, victim:
     """All are answered while it is still frozen, those that it had included."""
     child = pressure.cluster.children[victim]
     async with asyncio.TaskGroup() as group:
-        running = group.create_task(pressure.answers([Plan(LONG, stream=True)] * 4))
+        running = group.create_task(pressure.answers([PlannedRequest(LONG, stream=True)] * 4))
         assert await pressure.working("decode")
         child.signal(signal.SIGSTOP)
         try:
@@ -139,7 +139,9 @@ async def test_a_rolling_restart_loses_no_request_and_repeats_no_token(pressure:
         numbers = random.Random(number)
         async with pressure.client() as client:
             while not ended.is_set():
-                plan = Plan(LONG, stream=True) if number == 0 else draw(pressure.templates, numbers, aborts=0.0)
+                plan = (
+                    PlannedRequest(LONG, stream=True) if number == 0 else draw(pressure.templates, numbers, aborts=0.0)
+                )
                 tally.take(await client.send(plan))
 
     async with asyncio.TaskGroup() as group:
@@ -163,7 +165,7 @@ async def test_a_rolling_restart_loses_no_request_and_repeats_no_token(pressure:
 async def test_a_second_sigterm_ends_a_worker_at_once(pressure: Pressure) -> None:
     """While its streams run; they go on elsewhere."""
     async with asyncio.TaskGroup() as group:
-        running = group.create_task(pressure.answers([Plan(LONG, stream=True)] * 4))
+        running = group.create_task(pressure.answers([PlannedRequest(LONG, stream=True)] * 4))
         name = await pressure.working("decode")
         child = pressure.cluster.children[name]
         child.signal(signal.SIGTERM)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from common.errors import KVRelayError
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from tests.support.fake_cluster import QUICK, FakeCluster, fake_cluster, letters
 from tests.support.fake_turns import EOS, Turn, endless, silent
 from tests.support.http_over import NAME, Over, http_over

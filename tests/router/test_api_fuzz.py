@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from router.http.openapi import describe
 from tests.support.http_tools import CHAT, COMPLETION, LOGPROBS, MODEL, serve
 from tests.support.tiny_text import model_directory

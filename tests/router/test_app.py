@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from common.deadlines import Deadlines
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from common.version import VERSION
 from router.pipeline.generation import Delta, Generation, GenerationRequest
 from tests.support.fakes import FakePipeline

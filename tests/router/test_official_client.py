@@ -10,7 +10,7 @@ import pytest
 
 from common.deadlines import Deadlines
 from common.errors import EngineFailure, InvalidRequest, KVRelayError, NoWorker, Overloaded
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from tests.support.fakes import FakePipeline
 from tests.support.http_tools import CHAT, HELLO, LOGPROBS, MODEL, PATIENCE_S, delta, eventually, serve
 from tests.support.tiny_text import model_directory

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from common.sampling import SamplingParams
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from router.pipeline.answer import Answer
 from router.pipeline.generation import Delta, GenerationRequest
 from tests.support.fake_turns import a_token

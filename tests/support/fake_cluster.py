@@ -13,7 +13,7 @@ from common.deadlines import Deadlines
 from common.discovery.registry import WorkerRecord
 from common.sampling import SamplingParams
 from common.tasks import end
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.worker_client import WorkerClient
 from router.fleet.workers import Workers

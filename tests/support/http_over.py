@@ -12,8 +12,8 @@ import aiohttp
 from aiohttp import web
 
 from common.deadlines import Deadlines
-from common.text.model import TextModel
-from router.app import Pipeline, build_app, build_runner
+from common.text.text_model import TextModel
+from router.app import DeltaSource, build_app, build_runner
 from router.metrics import RouterMetrics
 
 NAME = "tiny"
@@ -85,7 +85,7 @@ class Over:
 
 @asynccontextmanager
 async def http_over(
-    pipeline: Pipeline, text: TextModel, *, max_model_len: int, deadlines: Deadlines | None = None, **options: Any
+    pipeline: DeltaSource, text: TextModel, *, max_model_len: int, deadlines: Deadlines | None = None, **options: Any
 ) -> AsyncIterator[Over]:
     metrics = RouterMetrics(NAME)
     app = build_app(

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from common.deadlines import Deadlines
 from common.sampling import Logprob
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from router.app import CONNECTIONS, build_app, build_runner
 from router.metrics import RouterMetrics
 from router.pipeline.generation import Delta, TokenText

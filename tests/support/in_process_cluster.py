@@ -20,7 +20,7 @@ from common.rpc.channel import GrpcServer
 from common.sampling import SamplingParams
 from common.settings import Bytes
 from common.tasks import end
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from common.worker.config import WorkerConfig
 from common.worker.process import Worker, make_worker, running
 from decode_svc.service import DecodeService

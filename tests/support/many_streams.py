@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from common.rpc.pb import types_pb2
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from tests.support.fake_cluster import fake_cluster
 from tests.support.fake_turns import EOS, Words, a_token
 from tests.support.http_over import NAME, Over, http_over

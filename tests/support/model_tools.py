@@ -14,7 +14,7 @@ from common.compute.weights import load_weights
 from common.engine import sequence
 from common.engine.batch import Batch, ScheduledChunk
 from common.engine.kv_pool import KVPool
-from common.engine.runner import Runner
+from common.engine.runner import ModelRunner
 from common.model.config import load_config
 
 
@@ -24,13 +24,13 @@ def make_runner(
     num_blocks: int = 64,
     fill: float = torch.nan,
     backend: str = "torch",
-) -> Runner:
+) -> ModelRunner:
     """A runner whose pool is full of what no answer may depend on."""
     config = load_config(directory)
     pool = KVPool(config.kv_layout(dtype), num_blocks, shared=False)
     pool.blocks.fill_(fill)
     weights = load_weights(SafetensorsReader(directory), config, dtype)
-    return Runner(Decoder(config, weights, choose_ops(config, backend)), pool)
+    return ModelRunner(Decoder(config, weights, choose_ops(config, backend)), pool)
 
 
 def random_ids(count: int, seed: int = 0, vocab_size: int = 288) -> list[int]:
@@ -47,7 +47,9 @@ def chunk(
     return ScheduledChunk(owner, start, tuple(token_ids[start:end]), blocks, samples)
 
 
-def logits_by_chunks(runner: Runner, token_ids: Sequence[int], lengths: Sequence[int], **options: int) -> torch.Tensor:
+def logits_by_chunks(
+    runner: ModelRunner, token_ids: Sequence[int], lengths: Sequence[int], **options: int
+) -> torch.Tensor:
     """[len(lengths), vocab]: those of each chunk's last token, one chunk a step."""
     start, rows = 0, []
     for length in lengths:

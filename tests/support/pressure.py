@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from bench.processes import Processes
-from bench.soak.request_mix import Plan, Template, draw, make_templates
+from bench.soak.request_mix import PlannedRequest, Template, draw, make_templates
 from bench.soak.tally import Tally
-from bench.soak.whole_answers import Answer, Client
+from bench.soak.whole_answers import SoakAnswer, SoakClient
 from cluster.local_cluster import Cluster
 
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
@@ -37,19 +37,19 @@ class Pressure:
         self.model = model
         self.url = cluster.address("router")
         self.templates = make_templates(12, 3, 1024)
-        self.references: dict[str, Answer] = {}
+        self.references: dict[str, SoakAnswer] = {}
 
-    def client(self) -> Client:
-        return Client(self.url, self.model, 120.0)
+    def client(self) -> SoakClient:
+        return SoakClient(self.url, self.model, 120.0)
 
     async def take_references(self) -> None:
         async with self.client() as client:
             for template in (*self.templates, LONG):
-                outcome = await client.send(Plan(template, stream=False))
+                outcome = await client.send(PlannedRequest(template, stream=False))
                 assert outcome.end == "answered", outcome.code
                 self.references[template.name] = outcome.answer
 
-    async def answers(self, plans: list[Plan]) -> Tally:
+    async def answers(self, plans: list[PlannedRequest]) -> Tally:
         """All at once."""
         tally = Tally(self.references)
         async with self.client() as client:
@@ -57,7 +57,7 @@ class Pressure:
                 tally.take(outcome)
         return tally
 
-    def plans(self, count: int) -> list[Plan]:
+    def plans(self, count: int) -> list[PlannedRequest]:
         numbers = random.Random(0)
         return [draw(self.templates, numbers, aborts=0.0) for _ in range(count)]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from tests.support.tiny_text import model_directory
 
 

@@ -4,12 +4,9 @@ What converters (llama.cpp's convert_hf_to_gguf.py) leave out of the file is fil
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from common.model.gguf.header import GgufFile
-from common.model.gguf.rope_scaling import as_written, rope_scaling, rope_theta
-
-Config = dict[str, Any]
+from common.model.gguf.rope_scaling import HfConfig, as_written, rope_scaling, rope_theta
 
 # How a turn of a chat ends, in models whose eos_token_id ends a text.
 TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
@@ -23,7 +20,7 @@ _SAMPLING = {
 }
 
 
-def gguf_config(file: GgufFile) -> Config:
+def gguf_config(file: GgufFile) -> HfConfig:
     """As config.json. Raises ModelError that names the key at fault."""
     architecture = file.get("general.architecture", str)
     if architecture not in ARCHITECTURES:
@@ -44,7 +41,7 @@ def _uniform(file: GgufFile, key: str) -> int:
     return int(value)
 
 
-def _common(file: GgufFile, arch: str, name: str, model_type: str) -> Config:
+def _common(file: GgufFile, arch: str, name: str, model_type: str) -> HfConfig:
     hidden_size, num_heads = file.get(f"{arch}.embedding_length", int), _uniform(file, f"{arch}.attention.head_count")
     if not 0 < num_heads <= hidden_size:
         raise file.error(f"{arch}.attention.head_count", f"is {num_heads}, of {hidden_size} hidden elements")
@@ -100,13 +97,13 @@ def _num_layers(file: GgufFile, arch: str) -> int:
     return count
 
 
-def _token_ids(file: GgufFile) -> Config:
+def _token_ids(file: GgufFile) -> HfConfig:
     roles = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     ids = {name: file.optional(f"tokenizer.ggml.{role}_token_id", int) for name, role in roles.items()}
     return {name: token_id for name, token_id in ids.items() if token_id is not None}
 
 
-def _llama(file: GgufFile, arch: str) -> Config:
+def _llama(file: GgufFile, arch: str) -> HfConfig:
     if file.optional(f"{arch}.expert_count", int):
         raise file.error(f"{arch}.expert_count", "is not 0: mixtures of experts are not supported")
     biases = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
@@ -115,23 +112,23 @@ def _llama(file: GgufFile, arch: str) -> Config:
     }
 
 
-def _smollm3(file: GgufFile, arch: str) -> Config:
+def _smollm3(file: GgufFile, arch: str) -> HfConfig:
     """Every fourth layer has no positions, which the file does not say."""
     config = _common(file, arch, "SmolLM3ForCausalLM", "smollm3")
     rotated = [int((i + 1) % 4 != 0) for i in range(config["num_hidden_layers"])]
     return config | {"no_rope_layers": rotated, "no_rope_layer_interval": 4, "attention_bias": False, "mlp_bias": False}
 
 
-def _qwen2(file: GgufFile, arch: str) -> Config:
+def _qwen2(file: GgufFile, arch: str) -> HfConfig:
     return _common(file, arch, "Qwen2ForCausalLM", "qwen2") | {"use_sliding_window": False}
 
 
-def _qwen3(file: GgufFile, arch: str) -> Config:
+def _qwen3(file: GgufFile, arch: str) -> HfConfig:
     more = {"attention_bias": "blk.0.attn_q.bias" in file.tensors, "use_sliding_window": False}
     return _common(file, arch, "Qwen3ForCausalLM", "qwen3") | more
 
 
-def _phi3(file: GgufFile, arch: str) -> Config:
+def _phi3(file: GgufFile, arch: str) -> HfConfig:
     config = _common(file, arch, "Phi3ForCausalLM", "phi3")
     config["sliding_window"] = file.optional(f"{arch}.attention.sliding_window", int) or None
     scaling = config.get("rope_scaling") or {}
@@ -140,7 +137,7 @@ def _phi3(file: GgufFile, arch: str) -> Config:
     return config
 
 
-def _gemma(file: GgufFile, arch: str, name: str, model_type: str, largest: int) -> Config:
+def _gemma(file: GgufFile, arch: str, name: str, model_type: str, largest: int) -> HfConfig:
     """largest: layers of the one model whose attention is scaled by the hidden size, not by head_dim."""
     config = _common(file, arch, name, model_type)
     del config["hidden_act"]
@@ -169,12 +166,12 @@ def _layer_types(file: GgufFile, arch: str, num_layers: int, period: int) -> lis
     return [("sliding_attention", "full_attention")[(i + 1) % period == 0] for i in range(num_layers)]
 
 
-def _gemma2(file: GgufFile, arch: str) -> Config:
+def _gemma2(file: GgufFile, arch: str) -> HfConfig:
     config = _gemma(file, arch, "Gemma2ForCausalLM", "gemma2", 46)
     return config | {"layer_types": _layer_types(file, arch, config["num_hidden_layers"], 2)}
 
 
-def _gemma3(file: GgufFile, arch: str) -> Config:
+def _gemma3(file: GgufFile, arch: str) -> HfConfig:
     config = _gemma(file, arch, "Gemma3ForCausalLM", "gemma3_text", 62)
     local = file.optional(f"{arch}.rope.freq_base_swa", float) or 10_000.0
     return config | {
@@ -184,7 +181,7 @@ def _gemma3(file: GgufFile, arch: str) -> Config:
     }
 
 
-ARCHITECTURES: dict[str, Callable[[GgufFile, str], Config]] = {
+ARCHITECTURES: dict[str, Callable[[GgufFile, str], HfConfig]] = {
     "llama": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
@@ -195,7 +192,7 @@ ARCHITECTURES: dict[str, Callable[[GgufFile, str], Config]] = {
 }
 
 
-def gguf_generation(file: GgufFile) -> Config:
+def gguf_generation(file: GgufFile) -> HfConfig:
     """As generation_config.json: all ends of an answer, and the sampling that the authors recommend."""
     ids = _token_ids(file)
     ends = [file.optional(f"tokenizer.ggml.{role}_token_id", int) for role in ("eos", "eot", "eom")]

@@ -6,7 +6,7 @@ from typing import Any
 
 from common.model.gguf.header import GgufFile
 
-Config = dict[str, Any]
+HfConfig = dict[str, Any]
 
 # Rotary scaling of Llama 3.1 to 3.3: https://arxiv.org/abs/2407.21783, section 3.4; the file has its result alone.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -26,7 +26,7 @@ def rope_theta(file: GgufFile, arch: str, default: float = 10_000.0) -> float:
     return theta
 
 
-def rope_scaling(file: GgufFile, arch: str) -> Config | None:
+def rope_scaling(file: GgufFile, arch: str) -> HfConfig | None:
     if _FREQS in file.tensors:
         return _llama3_scaling(file, arch)
     if _LONG in file.tensors or _SHORT in file.tensors:
@@ -35,7 +35,7 @@ def rope_scaling(file: GgufFile, arch: str) -> Config | None:
     if kind in (None, "none", "default"):
         linear = file.optional(f"{arch}.rope.scale_linear", float)  # of old files
         return None if linear in (None, 1.0) else {"rope_type": "linear", "factor": as_written(linear)}
-    scaling: Config = {"rope_type": kind}
+    scaling: HfConfig = {"rope_type": kind}
     if (factor := file.optional(f"{arch}.rope.scaling.factor", float)) is not None:
         scaling["factor"] = as_written(factor)
     if (original := file.optional(f"{arch}.rope.scaling.original_context_length", int)) is not None:
@@ -62,7 +62,7 @@ def _factors(file: GgufFile, name: str) -> list[float]:
     return [as_written(value) for value in values]
 
 
-def _llama3_scaling(file: GgufFile, arch: str) -> Config:
+def _llama3_scaling(file: GgufFile, arch: str) -> HfConfig:
     factors = _factors(file, _FREQS)
     theta, factor = rope_theta(file, arch), max(factors)
     low, high, original = _LLAMA3.values()
@@ -74,10 +74,10 @@ def _llama3_scaling(file: GgufFile, arch: str) -> Config:
     return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
 
 
-def _longrope(file: GgufFile, arch: str) -> Config:
+def _longrope(file: GgufFile, arch: str) -> HfConfig:
     """Phi-3's: https://arxiv.org/abs/2402.13753."""
     original = file.get(f"{arch}.rope.scaling.original_context_length", int)
-    scaling: Config = {
+    scaling: HfConfig = {
         "rope_type": "longrope",
         "long_factor": _factors(file, _LONG),
         "short_factor": _factors(file, _SHORT),

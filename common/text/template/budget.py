@@ -25,7 +25,7 @@ ENOUGH = "it asks for more work than a conversation can need"
 ATOMS = frozenset((int, float, bool, type(None)))
 PLAIN = ATOMS | {str, dict, list, tuple}  # looking at a type is quicker than asking whether it is an Iterator
 
-Value = TypeVar("Value")
+TemplateValue = TypeVar("TemplateValue")
 
 
 class TooMuchWork(KVRelayError):
@@ -67,13 +67,13 @@ def charge_text(chars: int) -> None:
     charge(1 + chars // CHARS_A_UNIT)
 
 
-def step(value: Value) -> Value:
+def step(value: TemplateValue) -> TemplateValue:
     """One more turn of a loop."""
     charge(1)
     return value
 
 
-def charge_deep(value: Value) -> Value:
+def charge_deep(value: TemplateValue) -> TemplateValue:
     """For work on all that a value holds, however deep: a list that holds another one twice counts it twice.
 
     What is too deep is refused: Python's own recursion over it has no limit everywhere.
@@ -130,7 +130,7 @@ def _items(value: dict[Any, Any] | list[Any] | tuple[Any, ...]) -> Iterable[Any]
     return value.values() if isinstance(value, dict) else value
 
 
-def charge_shallow(value: Value) -> Value:
+def charge_shallow(value: TemplateValue) -> TemplateValue:
     """For work on a text or on a container's items, not on what they hold."""
     if isinstance(value, str):
         charge_text(len(value))

@@ -7,7 +7,7 @@ import pytest
 from bench.options import BurstOptions
 from bench.router.burst import measure, tokens_per_s, tpot_ms
 from bench.serve.completions_client import Outcome
-from bench.serve.workload import Request
+from bench.serve.workload import TimedRequest
 from common.settings import Bytes
 from tests.support.checkpoints import make_random_checkpoint
 from tests.support.process_tools import linux
@@ -15,7 +15,7 @@ from tests.support.process_tools import linux
 
 def outcome(sent_s, *token_s):
     return Outcome(
-        Request(0.0, (300,), len(token_s)),
+        TimedRequest(0.0, (300,), len(token_s)),
         sent_s=sent_s,
         text_s=list(token_s),
         ended_s=token_s[-1],

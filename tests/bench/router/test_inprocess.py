@@ -3,7 +3,7 @@
 import pytest
 
 from bench.engines import build, settings
-from bench.router.inprocess import Driver, Streams
+from bench.router.inprocess import Driver, InprocessStreams
 from common.errors import EngineFailure
 from tests.support.checkpoints import make_random_checkpoint
 
@@ -21,7 +21,7 @@ def engine(tmp_path):
 
 
 def test_every_request_gets_its_tokens_and_streams_do_not_overtake_themselves(engine):
-    answers = Driver(engine, Streams("m", "auto", 1, 3, PROMPTS)).run()
+    answers = Driver(engine, InprocessStreams("m", "auto", 1, 3, PROMPTS)).run()
     assert [len(answer.token_s) for answer in answers] == [3] * 4
     for first, second in (answers[:2], answers[2:]):
         assert first.sent_s <= first.token_s[0] <= first.token_s[-1] <= second.sent_s <= second.token_s[0]
@@ -33,4 +33,4 @@ def test_a_step_that_fails_ends_the_run(engine, monkeypatch):
 
     monkeypatch.setattr(engine._runner, "forward", fail)
     with pytest.raises(EngineFailure, match="broken kernel"):
-        Driver(engine, Streams("m", "auto", 1, 3, PROMPTS)).run()
+        Driver(engine, InprocessStreams("m", "auto", 1, 3, PROMPTS)).run()

@@ -8,7 +8,7 @@ from bench.cpu_times import ProcessTime
 from bench.options import RouterOptions
 from bench.router.overhead import Latencies, added, cpu_a_token, latencies_of, measure, prompts_of
 from bench.serve.completions_client import Outcome
-from bench.serve.workload import Request
+from bench.serve.workload import TimedRequest
 from common.errors import Unavailable
 from tests.support.checkpoints import make_random_checkpoint
 
@@ -45,7 +45,7 @@ def test_cpu_time_is_told_by_process_and_a_workers_engine_apart():
 
 def test_a_failed_request_spoils_the_run():
     with pytest.raises(Unavailable, match="worker lost"):
-        latencies_of([Outcome(Request(0.0, (300,), 1), error="worker lost")])
+        latencies_of([Outcome(TimedRequest(0.0, (300,), 1), error="worker lost")])
 
 
 @pytest.mark.parametrize(("streams", "each"), [(1, 5), (2, 3), (5, 1), (8, 1)])

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from bench.serve.completions_client import Client, Outcome, read_events
-from bench.serve.workload import Request
+from bench.serve.completions_client import CompletionsClient, Outcome, read_events
+from bench.serve.workload import TimedRequest
 from tests.support.fake_completions import DONE, REPORT, answer, event, serving, token, usage
 
-REQUEST = Request(0.0, (300, 301), 3)
+REQUEST = TimedRequest(0.0, (300, 301), 3)
 
 
 def lines(*events: bytes) -> list[tuple[float, bytes]]:
@@ -57,7 +57,7 @@ def test_an_answer_that_is_not_whole_is_a_failure(events, error):
 
 
 async def test_a_request_asks_for_its_tokens_greedily_to_their_full_number():
-    async with serving(lambda body: answer(3)) as server, Client(server.url, "tiny", 10.0) as client:
+    async with serving(lambda body: answer(3)) as server, CompletionsClient(server.url, "tiny", 10.0) as client:
         outcome = await client.send(REQUEST)
     assert outcome.ok
     assert outcome.sent_s <= outcome.text_s[0] <= outcome.text_s[-1] <= outcome.ended_s
@@ -74,7 +74,7 @@ async def test_a_request_asks_for_its_tokens_greedily_to_their_full_number():
 
 
 async def test_a_refusal_is_an_outcome_with_its_status():
-    async with serving(lambda body: answer(1)) as server, Client(server.url, "tiny", 10.0) as client:
+    async with serving(lambda body: answer(1)) as server, CompletionsClient(server.url, "tiny", 10.0) as client:
         server.status = 429
         outcome = await client.send(REQUEST)
     assert outcome.error.startswith("429: ")
@@ -84,14 +84,14 @@ async def test_a_refusal_is_an_outcome_with_its_status():
 async def test_nobody_listening_is_an_outcome():
     async with serving(lambda body: answer(1)) as server:
         url = server.url
-    async with Client(url, "tiny", 10.0) as client:
+    async with CompletionsClient(url, "tiny", 10.0) as client:
         outcome = await client.send(REQUEST)
     assert "ClientConnector" in outcome.error
 
 
 async def test_an_open_loop_waits_for_no_answer():
-    requests = [Request(at / 1000, (300,), 2) for at in range(6)]
-    async with serving(lambda body: answer(2)) as server, Client(server.url, "tiny", 10.0) as client:
+    requests = [TimedRequest(at / 1000, (300,), 2) for at in range(6)]
+    async with serving(lambda body: answer(2)) as server, CompletionsClient(server.url, "tiny", 10.0) as client:
         server.pause_s = 0.1
         outcomes = await client.open_loop(requests)
     assert [outcome.request for outcome in outcomes] == requests
@@ -100,8 +100,8 @@ async def test_an_open_loop_waits_for_no_answer():
 
 
 async def test_a_stream_sends_one_request_after_another():
-    streams = [[Request(0.0, (300 + stream, number), 2) for number in range(3)] for stream in range(2)]
-    async with serving(lambda body: answer(2)) as server, Client(server.url, "tiny", 10.0) as client:
+    streams = [[TimedRequest(0.0, (300 + stream, number), 2) for number in range(3)] for stream in range(2)]
+    async with serving(lambda body: answer(2)) as server, CompletionsClient(server.url, "tiny", 10.0) as client:
         server.pause_s = 0.02
         outcomes = await client.streams(streams)
     assert [outcome.request for outcome in outcomes] == [request for stream in streams for request in stream]

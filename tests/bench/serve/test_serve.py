@@ -7,11 +7,11 @@ import pytest
 from bench.options import ServeOptions
 from bench.serve.completions_client import Outcome
 from bench.serve.serve import figures, is_good, measure
-from bench.serve.workload import Request
+from bench.serve.workload import TimedRequest
 from common.errors import ConfigError, Unavailable
 from tests.support.fake_completions import REPORT, answer, serving
 
-REQUEST = Request(0.0, (300,) * 10, 3)
+REQUEST = TimedRequest(0.0, (300,) * 10, 3)
 
 
 def outcome(ttft_s=0.5, tpot_s=0.1, tokens=3, at_s=100.0, **more):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.soak.random_faults import ON_REDIS, Fault, Faults
+from bench.soak.random_faults import ON_REDIS, Fault, RandomFaults
 from common.deadlines import Deadlines
 
 DEADLINES = Deadlines().scaled(0.01)
@@ -40,7 +40,7 @@ def make_faults(cluster, well=lambda name: True, every_s=0.001, seed=0):
     async def is_well(name):
         return well(name)
 
-    return Faults(cluster, is_well, DEADLINES, random.Random(seed), every_s)
+    return RandomFaults(cluster, is_well, DEADLINES, random.Random(seed), every_s)
 
 
 FULL = ("redis", "prefill-0", "prefill-1", "decode-0", "decode-1", "router")

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from bench.options import SoakOptions
-from bench.processes import Usage
+from bench.processes import ProcessUsage
 from bench.soak import soak
 from bench.soak.soak import Soak
 from bench.soak.tally import Tally
@@ -23,7 +23,7 @@ class FakeFaults:
 
 class FakeProcesses:
     def __init__(self, open_files=20, orphaned=0):
-        self._usage, self._orphaned = {"router": Usage(80.0, 40.0, 12, open_files)}, orphaned
+        self._usage, self._orphaned = {"router": ProcessUsage(80.0, 40.0, 12, open_files)}, orphaned
 
     def usage(self):
         return self._usage
@@ -37,7 +37,7 @@ def result(*, ends=None, wrong=0, mb_per_1000=0.0, left=None, not_well=(), open_
     tally = Tally({}, wrong=wrong)
     for number in range(1000):
         tally.ends["answered"] += 1
-        usage = Usage(80.0, 40 + number * mb_per_1000 / 1e3, 12, 20)
+        usage = ProcessUsage(80.0, 40 + number * mb_per_1000 / 1e3, 12, 20)
         tally.memory["router", 1].append((number / 1e3, usage.anonymous_mb))
     tally.ends.update(ends or {})
     made = Soak(SoakOptions(rss_slope=2.0), None, None, FakeProcesses(open_files, orphaned))

@@ -2,17 +2,17 @@
 
 import pytest
 
-from bench.processes import Usage
-from bench.soak.request_mix import Plan, Template
+from bench.processes import ProcessUsage
+from bench.soak.request_mix import PlannedRequest, Template
 from bench.soak.tally import Tally, growth, leaks
-from bench.soak.whole_answers import Answer, Choice, Outcome
+from bench.soak.whole_answers import SoakAnswer, SoakChoice, SoakOutcome
 
 TEMPLATE = Template("t0", False, {"prompt": "x"})
-WHOLE = Answer([Choice("abc", [], "stop")], 4, 3)
+WHOLE = SoakAnswer([SoakChoice("abc", [], "stop")], 4, 3)
 
 
 def outcome(end="answered", answer=WHOLE, code="", events=(1.0, 1.5, 2.5)):
-    return Outcome(Plan(TEMPLATE, True), answer, end, code, sent_s=0.5, event_s=list(events), ended_s=3.0)
+    return SoakOutcome(PlannedRequest(TEMPLATE, True), answer, end, code, sent_s=0.5, event_s=list(events), ended_s=3.0)
 
 
 def tally(*outcomes):
@@ -23,12 +23,12 @@ def tally(*outcomes):
 
 
 def usage(mb=100.0, threads=10, files=20):
-    return Usage(mb, mb, threads, files)
+    return ProcessUsage(mb, mb, threads, files)
 
 
 def test_every_end_is_counted_and_what_is_wrong_is_told(capsys):
-    part = Answer([Choice("ab")])
-    other = Answer([Choice("xyz", [], "stop")], 4, 3)
+    part = SoakAnswer([SoakChoice("ab")])
+    other = SoakAnswer([SoakChoice("xyz", [], "stop")], 4, 3)
     made = tally(outcome(), outcome(answer=other), outcome("aborted", part), outcome("failed", part, "timeout"))
     figures = made.figures()
     assert [figures[end] for end in ("requests", "answered", "aborted", "failed", "hung", "refused", "wrong")] == [
@@ -42,7 +42,7 @@ def test_every_end_is_counted_and_what_is_wrong_is_told(capsys):
 
 
 def test_times_are_of_streamed_complete_answers():
-    made = tally(outcome(), outcome("aborted", Answer([Choice("a")]), events=(9.0,)))
+    made = tally(outcome(), outcome("aborted", SoakAnswer([SoakChoice("a")]), events=(9.0,)))
     assert (made.ttft_ms, made.tpot_ms, made.stall_ms) == ([500.0], [750.0], [1000.0])
     assert made.figures()["ttft_ms_p50"] == 500.0
 

@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
-from bench.soak.request_mix import Plan, Template
-from bench.soak.whole_answers import Answer, Choice, Client, Outcome
+from bench.soak.request_mix import PlannedRequest, Template
+from bench.soak.whole_answers import SoakAnswer, SoakChoice, SoakClient, SoakOutcome
 
 COMPLETION = Template("t0", False, {"prompt": "x"})
 CHAT = Template("t1", True, {"messages": [{"role": "user", "content": "x"}]})
@@ -53,7 +53,7 @@ async def client_of(text="", *, status=200, timeout_s=10.0, retry_after=None, si
     await site.start()
     host, port = runner.addresses[0][:2]
     try:
-        async with Client(f"http://{host}:{port}", "tiny", timeout_s) as client:
+        async with SoakClient(f"http://{host}:{port}", "tiny", timeout_s) as client:
             yield client
     finally:
         request_gone.set()
@@ -65,14 +65,14 @@ async def test_a_streamed_answer_equals_the_whole_one():
     whole = chunk("abc", logprobs=LOGPROBS, finish_reason="stop", stop_reason="x") | usage(3) | {}
     whole["choices"] = chunk("abc", logprobs=LOGPROBS, finish_reason="stop", stop_reason="x")["choices"]
     async with client_of(stream(*parts)) as client:
-        streamed = await client.send(Plan(COMPLETION, True))
+        streamed = await client.send(PlannedRequest(COMPLETION, True))
     async with client_of(json.dumps(whole)) as client:
-        at_once = await client.send(Plan(COMPLETION, False))
+        at_once = await client.send(PlannedRequest(COMPLETION, False))
     assert (streamed.end, at_once.end) == ("answered", "answered")
     assert (
         streamed.answer
         == at_once.answer
-        == Answer([Choice("abc", streamed.answer.choices[0].tokens, "stop", "x")], 4, 3)
+        == SoakAnswer([SoakChoice("abc", streamed.answer.choices[0].tokens, "stop", "x")], 4, 3)
     )
     assert streamed.answer.choices[0].tokens == [("a", -0.5, {"a": -0.5, "b": -1.0})]
     assert len(streamed.event_s) == 2
@@ -86,8 +86,8 @@ async def test_a_chat_is_read_as_well():
         usage(1),
     ]
     async with client_of(stream(*parts)) as client:
-        outcome = await client.send(Plan(CHAT, True))
-    assert outcome.answer == Answer([Choice("a", [("a", -0.5, {"a": -0.5})], "length")], 4, 1)
+        outcome = await client.send(PlannedRequest(CHAT, True))
+    assert outcome.answer == SoakAnswer([SoakChoice("a", [("a", -0.5, {"a": -0.5})], "length")], 4, 1)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ async def test_a_chat_is_read_as_well():
 )
 async def test_every_other_end_is_told(text, options, end, code):
     async with client_of(text, **options) as client:
-        outcome = await client.send(Plan(COMPLETION, True))
+        outcome = await client.send(PlannedRequest(COMPLETION, True))
     assert outcome.end == end
     assert outcome.code.startswith(code)
     assert bool(outcome.code) == bool(code)
@@ -115,16 +115,16 @@ async def test_every_other_end_is_told(text, options, end, code):
 @pytest.mark.parametrize("plan", [{"leave_after_events": 1}, {"leave_after_s": 0.1}])
 async def test_a_client_that_leaves_has_what_had_come(plan):
     async with client_of(stream(chunk("a"), done=False), silent=True) as client:
-        outcome = await client.send(Plan(COMPLETION, True, **plan))
+        outcome = await client.send(PlannedRequest(COMPLETION, True, **plan))
     assert (outcome.end, outcome.answer.choices[0].text) == ("aborted", "a")
 
 
-WHOLE = Answer([Choice("abc", [("a", -1.0, {}), ("b", -2.0, {})], "stop", None)], 4, 3)
+WHOLE = SoakAnswer([SoakChoice("abc", [("a", -1.0, {}), ("b", -2.0, {})], "stop", None)], 4, 3)
 
 
 def seen(text="abc", tokens=2, finish="stop", completion=3, end="answered"):
-    answer = Answer([Choice(text, WHOLE.choices[0].tokens[:tokens], finish)], 4, completion)
-    return Outcome(Plan(COMPLETION, True), answer, end)
+    answer = SoakAnswer([SoakChoice(text, WHOLE.choices[0].tokens[:tokens], finish)], 4, completion)
+    return SoakOutcome(PlannedRequest(COMPLETION, True), answer, end)
 
 
 @pytest.mark.parametrize(

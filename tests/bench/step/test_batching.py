@@ -6,7 +6,17 @@ import pytest
 
 from bench.engines import build, settings
 from bench.options import BatchingOptions
-from bench.step.batching import CONTINUOUS, PADDED, STATIC, Run, memory_rows, result, run, run_kind, sequences_for
+from bench.step.batching import (
+    CONTINUOUS,
+    PADDED,
+    STATIC,
+    BatchingRun,
+    memory_rows,
+    result,
+    run,
+    run_kind,
+    sequences_for,
+)
 from bench.step.lengths import Length
 from common.errors import ConfigError
 from common.layout import KVLayout
@@ -53,8 +63,8 @@ def test_a_place_is_taken_as_the_kind_of_batching_allows(directory, kind, steps)
 
 def test_speed_ups_are_over_the_padded_form_of_the_same_run():
     results = {
-        CONTINUOUS: [Run(30.0, 60.0, 2.0), Run(10.0, 20.0, 2.0)],
-        PADDED: [Run(10.0, 30.0, 1.0), Run(5.0, 5.0, 1.0)],
+        CONTINUOUS: [BatchingRun(30.0, 60.0, 2.0), BatchingRun(10.0, 20.0, 2.0)],
+        PADDED: [BatchingRun(10.0, 30.0, 1.0), BatchingRun(5.0, 5.0, 1.0)],
     }
     row = result(options(), CONTINUOUS, results)
     assert (row["tokens_per_s"], row["speedup"], row["cpu_speedup"], row["runs"]) == (20.0, 2.5, 3.0, 2)

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from common.block_hash import BLOCK_SIZE
 from common.engine.batch import Batch
-from common.engine.runner import Runner
+from common.engine.runner import ModelRunner
 from tests.support.checkpoints import make_random_checkpoint
 from tests.support.model_tools import chunk, logits_by_chunks, make_runner, random_ids
 
@@ -84,7 +84,7 @@ def test_greedy_answers_of_the_demo_model_are_those_of_transformers(demo_model: 
     assert ours == theirs[:, padded["input_ids"].shape[1] :].tolist()
 
 
-def greedy(runner: Runner, prompts: list[list[int]], count: int, *, forbidden: int) -> list[list[int]]:
+def greedy(runner: ModelRunner, prompts: list[list[int]], count: int, *, forbidden: int) -> list[list[int]]:
     """The likeliest `count` tokens after each prompt, all prompts as one batch; `forbidden` is never chosen."""
     sequences, computed = [list(ids) for ids in prompts], [0] * len(prompts)
     for _ in range(count):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from common.block_hash import BLOCK_SIZE
 from common.compute.ops.reference.step_plan import KEY_CHUNK
 from common.engine.batch import Batch
-from common.engine.runner import Runner, step_input
+from common.engine.runner import ModelRunner, step_input
 from tests.support.checkpoints import make_random_checkpoint
 from tests.support.model_tools import chunk, logits_by_chunks, make_runner, random_ids, threads
 
@@ -37,25 +37,25 @@ CASES += [("float32", 0, "native"), ("bfloat16", 1, "native")]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(map(str, case)))
-def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runner:
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     dtype, shape, backend = request.param
     directory = make_random_checkpoint(tmp_path_factory.mktemp("model"), dtype=dtype, **SHAPES[shape])
     return make_runner(directory, dtype, num_blocks=4 * BLOCKS_EACH, backend=backend)
 
 
 @pytest.fixture(scope="module")
-def alone(runner: Runner) -> torch.Tensor:
+def alone(runner: ModelRunner) -> torch.Tensor:
     """[vocab], after all tokens in one step, with nobody beside."""
     return logits_by_chunks(runner, FIRST, [LENGTH])[0]
 
 
-def spoil(runner: Runner) -> None:
+def spoil(runner: ModelRunner) -> None:
     runner._pool.blocks.fill_(torch.nan)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 @pytest.mark.parametrize("split", SPLITS)
-def test_chunk_borders_change_no_bit(split: str, num_threads: int, runner: Runner, alone: torch.Tensor):
+def test_chunk_borders_change_no_bit(split: str, num_threads: int, runner: ModelRunner, alone: torch.Tensor):
     spoil(runner)
     with threads(num_threads):
         assert torch.equal(logits_by_chunks(runner, FIRST, SPLITS[split], first_block=BLOCKS_EACH)[-1], alone)
@@ -63,7 +63,7 @@ def test_chunk_borders_change_no_bit(split: str, num_threads: int, runner: Runne
 
 @pytest.mark.parametrize("last", [1, 2, BLOCK_SIZE, KEY_CHUNK + 1])
 @pytest.mark.parametrize("others", [[1], [1, 1], [3], [70, 1], [1, KEY_CHUNK, 1]])
-def test_company_changes_no_bit(others: list[int], last: int, runner: Runner, alone: torch.Tensor):
+def test_company_changes_no_bit(others: list[int], last: int, runner: ModelRunner, alone: torch.Tensor):
     """Others at the start and in the middle of their sequences, before and behind."""
     spoil(runner)
     logits_by_chunks(runner, FIRST, [LENGTH - last])
@@ -83,7 +83,7 @@ def test_company_changes_no_bit(others: list[int], last: int, runner: Runner, al
     cuts=st.lists(st.integers(1, 12), min_size=1, max_size=3),
 )
 @settings(max_examples=25, deadline=None)
-def test_sequences_run_together_as_alone(lengths: list[int], cuts: list[int], runner: Runner):
+def test_sequences_run_together_as_alone(lengths: list[int], cuts: list[int], runner: ModelRunner):
     """Every step takes a piece of each sequence; all sampled logits are those of each sequence alone."""
     ids = [random_ids(length, seed=i) for i, length in enumerate(lengths)]
     alone = [logits_by_chunks(runner, ids[i], [length])[0] for i, length in enumerate(lengths)]
@@ -104,7 +104,7 @@ def test_sequences_run_together_as_alone(lengths: list[int], cuts: list[int], ru
         step += 1
 
 
-def test_any_blocks_will_do(runner: Runner, alone: torch.Tensor):
+def test_any_blocks_will_do(runner: ModelRunner, alone: torch.Tensor):
     """In any order, anywhere in the pool."""
     spoil(runner)
     scattered = torch.randperm(4 * BLOCKS_EACH, generator=torch.Generator().manual_seed(0))[:BLOCKS_EACH].tolist()
@@ -115,7 +115,7 @@ def test_any_blocks_will_do(runner: Runner, alone: torch.Tensor):
     assert torch.equal(logits[0], alone)
 
 
-def test_only_sampling_chunks_have_logits_in_their_order(runner: Runner):
+def test_only_sampling_chunks_have_logits_in_their_order(runner: ModelRunner):
     parts = [chunk(FIRST, 0, 20, samples=False), chunk(OTHER, 0, 7, first_block=BLOCKS_EACH)]
     parts += [
         chunk(FIRST, 0, 1, first_block=2 * BLOCKS_EACH, samples=False),
@@ -128,17 +128,17 @@ def test_only_sampling_chunks_have_logits_in_their_order(runner: Runner):
         assert torch.equal(logits[row], runner.forward(Batch((parts[index],)))[0])
 
 
-def test_a_step_without_samples_still_writes_its_kv(runner: Runner, alone: torch.Tensor):
+def test_a_step_without_samples_still_writes_its_kv(runner: ModelRunner, alone: torch.Tensor):
     spoil(runner)
     assert runner.forward(Batch((chunk(FIRST, 0, LENGTH - 1, samples=False),))).shape == (0, 288)
     assert torch.equal(runner.forward(Batch((chunk(FIRST, LENGTH - 1, 1),)))[0], alone)
 
 
-def test_an_empty_batch_has_no_logits(runner: Runner):
+def test_an_empty_batch_has_no_logits(runner: ModelRunner):
     assert runner.forward(Batch(())).shape == (0, 288)
 
 
-def test_blocks_are_copied_before_anything_is_computed(runner: Runner):
+def test_blocks_are_copied_before_anything_is_computed(runner: ModelRunner):
     """A fork goes on in a copy of its last block; the one it came from stays as it was."""
     length = BLOCK_SIZE + 3
     logits_by_chunks(runner, FIRST, [length])
@@ -150,7 +150,7 @@ def test_blocks_are_copied_before_anything_is_computed(runner: Runner):
     assert torch.equal(logits, logits_by_chunks(runner, FIRST, [length + 1], first_block=20))
 
 
-def test_blocks_of_others_stay_as_they_are(runner: Runner):
+def test_blocks_of_others_stay_as_they_are(runner: ModelRunner):
     runner._pool.blocks.fill_(7)
     logits_by_chunks(runner, FIRST, [BLOCK_SIZE + 1, BLOCK_SIZE, 1], first_block=3)
     untouched = [block for block in range(runner._pool.num_blocks) if block not in (3, 4, 5)]

@@ -24,7 +24,7 @@ from common.model.gguf.gguf_model import GgufSource
 from common.model.open import WithTokenizer, open_model, open_source
 from common.sampling import SamplingParams
 from common.settings import Bytes
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from tests.support.checkpoints import make_random_checkpoint
 from tests.support.gguf_models import Kind, byte_level, random_model, write_model
 from tests.support.tiny_text import model_directory

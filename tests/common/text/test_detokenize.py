@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from common.text.detokenize import StopChecker
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from tests.support.tiny_text import model_directory, sentencepiece_directory
 
 

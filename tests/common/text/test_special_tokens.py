@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from common.text.model import TextModel
 from common.text.special_tokens import _any_of
+from common.text.text_model import TextModel
 from tests.support.tiny_text import BARE, CHATML, SPECIAL, TRIMMED, byte_level, model_directory, phi_like, user
 
 ATTACKS = (

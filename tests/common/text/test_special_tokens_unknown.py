@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from tests.support.chat_templates import FAMILIES
 from tests.support.tiny_text import BARE, CHATML, TRIMMED, model_directory, user
 from tests.support.tokenizer_kinds import KINDS, with_pieces, with_special

@@ -19,8 +19,8 @@ from common.discovery.registry import Registry
 from common.errors import ContextLengthExceeded, HandoverError, NoWorker
 from common.rpc.pb import types_pb2
 from common.tasks import end
-from common.text.model import TextModel
-from router.fleet.hashed_tokens import Context
+from common.text.text_model import TextModel
+from router.fleet.hashed_tokens import HashedTokens
 from router.fleet.prefix_index import LINGER_S, PrefixIndex
 from router.fleet.workers import Workers
 from router.metrics import RouterMetrics
@@ -229,19 +229,19 @@ async def test_settling_with_nobody_listed_ends_at_once(text: TextModel) -> None
 async def test_waiting_for_a_decode_worker_ends_with_one_or_with_the_deadline(text: TextModel) -> None:
     async with fake_cluster(text, listed=False, router_queue_s=0.1) as cluster:
         with pytest.raises(NoWorker):
-            await cluster.workers.decode_worker(Context(PROMPT), None)
+            await cluster.workers.decode_worker(HashedTokens(PROMPT), None)
     async with fake_cluster(text, listed=False) as cluster:
-        waiting = [asyncio.create_task(cluster.workers.decode_worker(Context(PROMPT), None)) for _ in range(20)]
+        waiting = [asyncio.create_task(cluster.workers.decode_worker(HashedTokens(PROMPT), None)) for _ in range(20)]
         await asyncio.sleep(0.02)
         await cluster.show(*cluster.fakes)
         clients = await asyncio.gather(*waiting)
         assert {client.record.worker_id for client in clients} == {"decode-0"}
     async with fake_cluster(text, router_queue_s=0.1) as cluster:
         with pytest.raises(NoWorker):
-            await cluster.workers.decode_worker(Context(PROMPT), "another fingerprint")
+            await cluster.workers.decode_worker(HashedTokens(PROMPT), "another fingerprint")
     async with fake_cluster(text, dead_s=0.3, heartbeat_s=0.1) as cluster:
         with pytest.raises(HandoverError, match="fingerprint is left"):
-            await cluster.workers.decode_worker(Context(PROMPT), "another fingerprint")
+            await cluster.workers.decode_worker(HashedTokens(PROMPT), "another fingerprint")
 
 
 async def test_a_prompt_beyond_every_workers_context_is_refused_at_once(text: TextModel) -> None:
@@ -251,8 +251,8 @@ async def test_a_prompt_beyond_every_workers_context_is_refused_at_once(text: Te
             fake.record = record
         await cluster.show(*cluster.fakes)
         with pytest.raises(ContextLengthExceeded, match=f"has {len(PROMPT)} tokens"):
-            await cluster.workers.decode_worker(Context(PROMPT), None)
-        assert await cluster.workers.decode_worker(Context(PROMPT[:-1]), None)
+            await cluster.workers.decode_worker(HashedTokens(PROMPT), None)
+        assert await cluster.workers.decode_worker(HashedTokens(PROMPT[:-1]), None)
 
 
 @pytest.mark.parametrize(("most_tokens", "reason"), [(0, ""), (len(PROMPT) - 1, ""), (len(PROMPT), "quicker")])
@@ -376,15 +376,18 @@ async def test_a_busy_worker_gets_less(text: TextModel) -> None:
 
 async def test_a_prompt_is_expected_where_it_was_sent_and_no_longer_than_that(text: TextModel) -> None:
     async with fake_cluster(text, prefill=2) as cluster:
-        client, expectation = cluster.workers.pick_prefill(Context(LONG, "salt"), cluster.client(cluster.decode))
+        client, expectation = cluster.workers.pick_prefill(HashedTokens(LONG, "salt"), cluster.client(cluster.decode))
         worker_id = client.record.worker_id
-        hashes = Context(LONG, "salt").hashes(client.record.model_revision)
+        hashes = HashedTokens(LONG, "salt").hashes(client.record.model_revision)
         assert cluster.index.prefix_blocks(worker_id, hashes) == 3
         for _ in range(4):  # its prefix draws the same prompt
-            again, other = cluster.workers.pick_prefill(Context(LONG, "salt"), cluster.client(cluster.decode))
+            again, other = cluster.workers.pick_prefill(HashedTokens(LONG, "salt"), cluster.client(cluster.decode))
             assert again is client
             other.answered()
-        assert cluster.index.prefix_blocks(worker_id, Context(LONG, "other").hashes(client.record.model_revision)) == 0
+        assert (
+            cluster.index.prefix_blocks(worker_id, HashedTokens(LONG, "other").hashes(client.record.model_revision))
+            == 0
+        )
         expectation.answered()
         assert cluster.index.prefix_blocks(worker_id, hashes) == 3
         cluster.clock.skipped_s += LINGER_S
@@ -408,7 +411,7 @@ async def test_expectations_are_withdrawn_however_the_prefill_ends(text: TextMod
         cluster.clock.skipped_s += LINGER_S
         assert (
             cluster.workers._index.prefix_blocks(
-                "prefill-0", Context(LONG).hashes(cluster.prefill.record.model_revision)
+                "prefill-0", HashedTokens(LONG).hashes(cluster.prefill.record.model_revision)
             )
             == 0
         )

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from tests.support.http_tools import CHAT, COMPLETION, HELLO, serve
 from tests.support.tiny_text import model_directory
 

@@ -21,7 +21,7 @@ from common.errors import (
     Timeout,
 )
 from common.settings import Bytes
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from router.config import RequestLimits
 from tests.support.fakes import FakePipeline
 from tests.support.http_tools import BOTH, CHAT, COMPLETION, MODEL, data_of, delta, serve

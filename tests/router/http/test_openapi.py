@@ -11,7 +11,7 @@ from jsonschema import Draft202012Validator
 from openapi_spec_validator import OpenAPIV31SpecValidator, validate
 
 from common.errors import InvalidRequest
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from router import app
 from router.http import pages
 from router.http.openapi import describe

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from common.deadlines import Deadlines
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from tests.support.http_tools import COMPLETION, HELLO, PATIENCE_S, Served, serve
 from tests.support.tiny_text import model_directory
 

@@ -7,7 +7,7 @@ import pytest
 
 from common.deadlines import Deadlines
 from common.errors import NoWorker
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from tests.support.fakes import FakePipeline
 from tests.support.http_tools import CHAT, COMPLETION, HELLO, MODEL, PATIENCE_S, data_of, delta, eventually, serve
 from tests.support.tiny_text import model_directory

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from router.pipeline.generation import Delta, GenerationRequest
 from tests.support.fakes import FakePipeline
 from tests.support.http_tools import BOTH, CHAT, COMPLETION, HELLO, LOGPROBS, MODEL, data_of, delta, serve, token

@@ -10,7 +10,7 @@ import pytest
 from common.errors import ContextLengthExceeded, InvalidRequest
 from common.sampling import SamplingParams
 from common.text.bad_words import bad_word_tokens
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from router.config import RequestLimits
 from router.openai.request_builder import RequestBuilder
 from router.openai.requests import ChatRequest, CompletionRequest

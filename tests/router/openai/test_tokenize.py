@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from router.openai.tokenize import MAX_CHARS
 from tests.support.http_tools import CHAT, MODEL, serve
 from tests.support.tiny_text import byte_level, model_directory, sentencepiece_directory

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from common.errors import KVRelayError, TokenMismatch
 from common.sampling import SamplingParams
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from router.pipeline.answer import Answer
 from router.pipeline.generation import Delta, GenerationRequest
 from tests.support.fake_cluster import letters

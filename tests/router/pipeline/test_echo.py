@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from common.sampling import Logprob
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from router.pipeline.generation import Delta, Generation
 from tests.support.fakes import FakePipeline
 from tests.support.http_tools import CHAT, COMPLETION, data_of, delta, serve, token

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from common.errors import HandoverError
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from router.pipeline.generation import Generation
 from tests.support.fake_cluster import FakeCluster, cancelled_at_turn, fake_cluster, letters
 from tests.support.fake_turns import Turn, accepting, endless, first_then_no_decode, silent

@@ -7,7 +7,7 @@ import pytest
 
 from common.errors import KVRelayError, NoWorker, RequestTimeout, TokenMismatch
 from common.rpc.pb import types_pb2
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from router.pipeline.generation import TokenText
 from router.pipeline.pipeline import MAX_HANDOVERS
 from tests.support.fake_cluster import PROMPT, Answered, FakeCluster, fake_cluster, letters

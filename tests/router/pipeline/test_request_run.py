@@ -9,11 +9,11 @@ from common.errors import EngineFailure, HandoverError, KVExpired, TokenMismatch
 from common.rpc.convert import params_from_proto
 from common.rpc.pb import decode_pb2, prefill_pb2
 from common.sampling import SamplingParams
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from router.fleet.worker_client import WorkerClient
 from router.metrics import RouterMetrics
 from router.pipeline.generation import Generation, GenerationRequest, Report
-from router.pipeline.request_run import Run
+from router.pipeline.request_run import RequestRun
 from tests.support.fake_cluster import letters
 from tests.support.fake_turns import a_token
 from tests.support.redis_tools import a_record
@@ -34,9 +34,9 @@ class Clock:
         return self.now
 
 
-def a_run(text: TextModel, *, n: int = 1, clock: Clock | None = None, **request: Any) -> Run:
+def a_run(text: TextModel, *, n: int = 1, clock: Clock | None = None, **request: Any) -> RequestRun:
     asked = GenerationRequest("request", (5, 6, 7), PARAMS, n, cache_salt="salt", **request)
-    return Run(Generation(asked), text, RouterMetrics("test"), clock or Clock())
+    return RequestRun(Generation(asked), text, RouterMetrics("test"), clock or Clock())
 
 
 def test_a_submission_carries_all_there_is_to_know(text: TextModel) -> None:

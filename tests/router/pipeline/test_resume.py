@@ -18,7 +18,7 @@ from common.errors import (
     WorkerLost,
 )
 from common.rpc.pb import types_pb2
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from router.pipeline.pipeline import MAX_ATTEMPTS
 from tests.support.fake_cluster import FakeCluster, fake_cluster
 from tests.support.fake_turns import EOS, Turn, accepting, honest, silent

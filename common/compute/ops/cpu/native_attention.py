@@ -48,7 +48,7 @@ class Step(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class NativePlan:
     """What the layers of a step share."""
 
     rotary: RotaryPlan
@@ -57,8 +57,8 @@ class Plan:
     tables: torch.Tensor  # [chunks, most blocks]
 
 
-def prepare(step: StepInput, config: ModelConfig, dtype: torch.dtype) -> Plan:
-    return Plan(
+def prepare(step: StepInput, config: ModelConfig, dtype: torch.dtype) -> NativePlan:
+    return NativePlan(
         rotary=prepare_rotary(step, config, dtype),
         row_starts=torch.tensor(step.row_starts),
         contexts=torch.tensor(step.contexts),
@@ -66,7 +66,7 @@ def prepare(step: StepInput, config: ModelConfig, dtype: torch.dtype) -> Plan:
     )
 
 
-def rotary_and_store(qkv: torch.Tensor, cache: torch.Tensor, layer: int, plan: Plan) -> torch.Tensor:
+def rotary_and_store(qkv: torch.Tensor, cache: torch.Tensor, layer: int, plan: NativePlan) -> torch.Tensor:
     return reference.rotary_and_store(qkv, cache, layer, plan.rotary)
 
 
@@ -78,7 +78,7 @@ class Attention:
         self._kernel.argtypes = (ctypes.POINTER(Step),)
         self._kernel.restype = ctypes.c_int
 
-    def __call__(self, q: torch.Tensor, cache: torch.Tensor, layer: int, plan: Plan) -> torch.Tensor:
+    def __call__(self, q: torch.Tensor, cache: torch.Tensor, layer: int, plan: NativePlan) -> torch.Tensor:
         q = q.contiguous()
         out = torch.empty_like(q)
         config = plan.rotary.config

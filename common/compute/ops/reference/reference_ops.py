@@ -21,7 +21,15 @@ import torch
 import torch.nn.functional as F
 
 from common.block_hash import BLOCK_SIZE
-from common.compute.ops.reference.step_plan import KEY_CHUNK, ROWS, DecodePlan, Plan, PrefillPlan, RotaryPlan, prepare
+from common.compute.ops.reference.step_plan import (
+    KEY_CHUNK,
+    ROWS,
+    DecodePlan,
+    PrefillPlan,
+    RotaryPlan,
+    StepPlan,
+    prepare,
+)
 from common.compute.ops.table import Ops
 from common.model.config import ModelConfig
 
@@ -104,7 +112,7 @@ def rotary_and_store(qkv: torch.Tensor, cache: torch.Tensor, layer: int, plan: R
     return rotated[:, :heads]
 
 
-def attention(q: torch.Tensor, cache: torch.Tensor, layer: int, plan: Plan) -> torch.Tensor:
+def attention(q: torch.Tensor, cache: torch.Tensor, layer: int, plan: StepPlan) -> torch.Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     attention_plan = plan.attention[layer]
     for prefill in attention_plan.prefills:

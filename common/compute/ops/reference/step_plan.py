@@ -72,7 +72,7 @@ class RotaryPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan(RotaryPlan):
+class StepPlan(RotaryPlan):
     """What all operations share; the tuples have an entry a layer, the same one for layers that are alike."""
 
     attention: tuple[AttentionPlan, ...]
@@ -87,11 +87,11 @@ def block_rows(blocks: torch.Tensor, config: ModelConfig) -> torch.Tensor:
     return blocks[..., None] * rows_a_block + torch.arange(config.num_kv_heads)
 
 
-def prepare(step: StepInput, config: ModelConfig, dtype: torch.dtype) -> Plan:
+def prepare(step: StepInput, config: ModelConfig, dtype: torch.dtype) -> StepPlan:
     """Sorts the chunks into prompts and single tokens, and finds all their rows."""
     base = prepare_rotary(step, config, dtype)
     attention = {window: _attention(step, config, window) for window in {layer.window for layer in config.layers}}
-    return Plan(
+    return StepPlan(
         config, base.token_rows, base.rotary, attention=tuple(attention[layer.window] for layer in config.layers)
     )
 

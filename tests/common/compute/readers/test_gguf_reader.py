@@ -16,7 +16,7 @@ from common.compute.readers.gguf_reader import GgufReader, halves_from_pairs
 from common.compute.readers.open_tensors import open_tensors
 from common.compute.weights import load_weights
 from common.engine.kv_pool import KVPool
-from common.engine.runner import Runner
+from common.engine.runner import ModelRunner
 from common.errors import ModelError
 from common.model.config import parse_config
 from common.model.gguf.gguf_model import GgufSource
@@ -45,7 +45,7 @@ def our_logits(path: Path, ids: list[int]) -> torch.Tensor:
     source = GgufSource(path)
     config = parse_config(source.config())
     pool = KVPool(config.kv_layout("float32"), 16, shared=False)
-    runner = Runner(
+    runner = ModelRunner(
         Decoder(config, load_weights(open_tensors(source), config, "float32"), choose_ops(config, "torch")), pool
     )
     return logits_by_chunks(runner, ids, [20, len(ids) - 20])[-1]

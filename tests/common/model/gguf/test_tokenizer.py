@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from common.errors import ModelError
 from common.model.gguf.gguf_model import GgufSource
 from common.model.gguf.tokenizer import _SPLITS
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from tests.support.gguf_models import SPM, TEMPLATE, WORDS, byte_level, random_model, sentencepiece, write_model
 
 TEXTS = [

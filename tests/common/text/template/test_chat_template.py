@@ -11,7 +11,7 @@ import transformers.utils.chat_template_utils
 from transformers import PreTrainedTokenizerFast
 
 from common.errors import InvalidRequest
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from tests.support.chat_templates import FAMILIES
 from tests.support.tiny_text import (
     BARE,

@@ -8,8 +8,8 @@ from typing import Any
 
 import grpc
 
-from sim.loop import Node
 from sim.network import Link, Network, rpc_error, send_message, unavailable
+from sim.virtual_time import Node
 
 
 class ServerStream:

@@ -10,10 +10,10 @@ from concurrent.futures import Executor, Future
 from typing import Any
 
 from common.errors import HandoverError, TransportUnavailable
-from kvtransfer.transport import BlockMemory, Offer, Progress, Ticket, Transport
+from kvtransfer.transport import BlockMemory, Offer, OnMoved, Ticket, Transport
 from kvtransfer.transports.grpc import GrpcHolder, GrpcReader, Incoming
-from sim.loop import SimLoop
 from sim.toy import BLOCK_BYTES, ToyPool
+from sim.virtual_time import SimLoop
 
 HALF = BLOCK_BYTES // 2
 
@@ -71,7 +71,7 @@ class MachineReader:
         return offer.params["at"].encode()
 
     async def pull(
-        self, ticket: Ticket, pairs: Sequence[tuple[int, int]], pool: BlockMemory, progress: Progress
+        self, ticket: Ticket, pairs: Sequence[tuple[int, int]], pool: BlockMemory, progress: OnMoved
     ) -> None:
         if self._source is None:
             raise HandoverError("the holder's memory is not open")
@@ -95,7 +95,7 @@ class MachineReader:
         ticket: Ticket,
         pairs: Sequence[tuple[int, int]],
         pool: BlockMemory,
-        progress: Progress,
+        progress: OnMoved,
         stop: list[bool],
     ) -> None:
         """A thread's work: it is cut off by the process's end only, and looks at `stop` between two pieces."""

@@ -6,9 +6,9 @@ from typing import Any
 
 import grpc
 
-from sim.loop import Node
+from sim.grpc_server import ServerStream
 from sim.network import Forged, Link, Network, rpc_error, send_message, unavailable
-from sim.server import ServerStream
+from sim.virtual_time import Node
 
 State = grpc.ChannelConnectivity
 CONNECT_RETRY_S = 0.25

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from common.errors import ContextLengthExceeded, ModelError
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 from tests.support.tiny_text import (
     BARE,
     CHATML,

@@ -9,8 +9,8 @@ from common.engine.limits import SchedulerConfig
 from common.sampling import SamplingParams
 from router.pipeline.generation import Delta, Generation, GenerationRequest
 from sim.cluster import WorkerShape
-from sim.loop import Node
 from sim.toy import VOCAB, Expected, expected
+from sim.virtual_time import Node
 
 DEADLINES = Deadlines(
     heartbeat_s=1.0, suspect_s=1.6, dead_s=2.5, connect_s=1.5, rpc_s=1.0, router_queue_s=6.0, prefill_s=2.5,
@@ -67,7 +67,7 @@ def draw_shapes(rng: random.Random) -> list[WorkerShape]:
     return shapes
 
 
-class Workload:
+class SimWorkload:
     """Draws requests of one world; some begin alike."""
 
     def __init__(self, rng: random.Random) -> None:
