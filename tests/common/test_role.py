@@ -13,7 +13,9 @@ from tests.support.paths import ROOT
 
 ROLE = """
 import asyncio, sys
-from common.settings import RedisConfig, WorkerConfig, from_arguments
+from common.discovery.config import RedisConfig
+from common.settings import from_arguments
+from common.worker.config import WorkerConfig
 from common.errors import KVRelayError, ModelError, RedisUnreachable
 from common.role import announce_ready, run_role, stop_on_signals
 

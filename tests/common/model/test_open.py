@@ -133,7 +133,7 @@ def test_the_text_of_a_gguf_needs_neither_torch_nor_numpy_nor_gguf(gguf_file: Pa
     program = f"""
 import sys
 from pathlib import Path
-from common.settings import RouterConfig
+from router.config import RouterConfig
 from common.model.open import open_model
 from common.text.model import TextModel
 text = TextModel.load(open_model(RouterConfig(model={str(gguf_file)!r}), weights=False))
