@@ -8,7 +8,7 @@ from tests.support.paths import ROOT
 NAMED = re.compile(r"`([\w/]+\.py)::(test_\w+)`")
 
 
-def tests_in(path: str) -> set[str]:
+def names_in(path: str) -> set[str]:
     tree = ast.parse((ROOT / "tests" / path).read_text())
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 
@@ -16,4 +16,4 @@ def tests_in(path: str) -> set[str]:
 def test_every_promise_names_a_test_that_exists():
     named = NAMED.findall((ROOT / "docs/promises.md").read_text())
     assert len(named) > 30
-    assert [f"{path}::{test}" for path, test in named if test not in tests_in(path)] == []
+    assert [f"{path}::{test}" for path, test in named if test not in names_in(path)] == []
