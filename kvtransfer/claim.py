@@ -40,7 +40,7 @@ class Claim:
         deadlines: Deadlines,
         clock: Clock,
         sleep: Sleep,
-        count: Callable[[int], None],
+        copying: "CopyProgress",
     ) -> None:
         self.handle = handle
         self._connection = connection
@@ -48,7 +48,7 @@ class Claim:
         self._deadlines = deadlines
         self._clock = clock
         self._sleep = sleep
-        self._count = count  # bytes as they come, for whoever asks whether anything does
+        self._copying = copying
         self._ticket = Ticket(handle.id, handle.epoch, secrets.randbits(64) | 1)
         self._renewer: asyncio.Task[None] | None = None
         self._lease_s = handle.lease_s
@@ -69,7 +69,7 @@ class Claim:
             raise HandoverError("a source block is not the handle's", field="block_ids")
         if len({target for _, target in pairs}) != len(pairs):
             raise HandoverError("a destination block comes twice", field="block_ids")
-        track = _Track(self._clock, self._count)
+        track = _Track(self._clock, self._copying)
         copying = asyncio.create_task(self._connection.transport.pull(self._ticket, pairs, self._pool, track.moved))
         self._pulls += 1
         try:
@@ -171,29 +171,43 @@ class Claim:
         patience = self._deadlines.pull_progress_s
         waited_for: set[asyncio.Task[Any]] = {copying} if self._renewer is None else {copying, self._renewer}
         while True:
-            left = max(0.0, track.last_at + patience - self._clock())
+            left = max(0.0, track.heard_at + patience - self._clock())
             done, _ = await asyncio.wait(waited_for, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             if copying in done:
                 return copying.result()
             self._check_valid()
-            if self._clock() - track.last_at >= patience:
+            if self._clock() - track.heard_at >= patience:
                 raise PullStalled(f"no progress for {patience:g} s after {track.bytes} bytes")
+
+
+class CopyProgress:
+    """What all pulls of one reader, which share a thread, have moved; written by that thread, read by the loop."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.bytes = 0
+        self.last_at = clock()
 
 
 class _Track:
     """How far a copy is; written by the copy's thread, read by the loop."""
 
-    def __init__(self, clock: Clock, count: Callable[[int], None]) -> None:
+    def __init__(self, clock: Clock, copying: CopyProgress) -> None:
         self._clock = clock
-        self._count = count
+        self._copying = copying
+        self._begun = False
         self.bytes = 0
         self.first_at = self.last_at = clock()
 
+    @property
+    def heard_at(self) -> float:
+        """When it last got on. Before its first turn that is when any other did: the thread is busy, not stuck."""
+        return self.last_at if self._begun else max(self.last_at, self._copying.last_at)
+
     def moved(self, total: int) -> None:
-        self.last_at = self._clock()
-        if total == 0:
-            self.first_at = self.last_at
-        self._count(total - self.bytes)
+        self.last_at = self._copying.last_at = self._clock()
+        if not self._begun:
+            self.first_at, self._begun = self.last_at, True
+        self._copying.bytes += total - self.bytes
         self.bytes = total
 
 

@@ -1,8 +1,9 @@
 """What transports have in common: pairs that make sense, blocks that lie side by side, threads awaited to their end."""
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from typing import TypeVar
 
 from common.errors import HandoverError
@@ -60,3 +61,16 @@ async def in_thread(
     if cancelled is not None:
         raise cancelled
     return running.result()
+
+
+async def in_turns(executor: Executor, work: Generator[None], on_cancel: Callable[[], object] = lambda: None) -> None:
+    """Runs a generator in the executor, a turn of it at a time: others' work gets its turns in between.
+
+    Returns or raises as in_thread() does; however it ends, the generator is closed.
+    """
+    ended = object()
+    try:
+        while await in_thread(executor, partial(next, work, ended), on_cancel) is not ended:
+            pass
+    finally:
+        work.close()

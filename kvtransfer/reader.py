@@ -9,7 +9,7 @@ from common.deadlines import Deadlines
 from common.errors import FingerprintMismatch, HandoverError, WorkerLost
 from common.layout import KVLayout
 from common.rpc.channel import OpenChannel, open_channel
-from kvtransfer.claim import Claim, Clock, Sleep
+from kvtransfer.claim import Claim, Clock, CopyProgress, Sleep
 from kvtransfer.connection import Connections
 from kvtransfer.handle import KVHandle
 from kvtransfer.transport import BlockMemory, Transport, choose
@@ -38,12 +38,12 @@ class KVReader:
         sleep: Sleep = asyncio.sleep,
     ) -> None:
         self.num_claims = 0
-        self.moved_bytes = 0  # since the start, by all pulls
         self._pool = pool
         self._layout_id = layout.layout_id
         self._fingerprint = fingerprint
         self._deadlines = deadlines
         self._clock = clock
+        self._copying = CopyProgress(clock)
         self._sleep = sleep
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="kv-copy")
         self._connections = Connections(
@@ -54,6 +54,11 @@ class KVReader:
             executor=self._executor,
             channel=channel,
         )
+
+    @property
+    def moved_bytes(self) -> int:
+        """Since the start, by all pulls."""
+        return self._copying.bytes
 
     @property
     def num_connections(self) -> int:
@@ -72,7 +77,7 @@ class KVReader:
             if theirs != ours:
                 raise FingerprintMismatch(f"the handle's {name} is {theirs!r}, here it is {ours!r}", field=name)
         async with self._connections.use(handle.address, handle.epoch) as connection:
-            claim = Claim(handle, connection, self._pool, self._deadlines, self._clock, self._sleep, self._count)
+            claim = Claim(handle, connection, self._pool, self._deadlines, self._clock, self._sleep, self._copying)
             self.num_claims += 1
             try:
                 try:
@@ -85,9 +90,6 @@ class KVReader:
                 self.num_claims -= 1
                 if not claim.stop():
                     self._connections.finish(connection, claim.give_up())
-
-    def _count(self, moved: int) -> None:
-        self.moved_bytes += moved
 
     async def close(self) -> None:
         """Drops all connections. Claims should have ended."""

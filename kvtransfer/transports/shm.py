@@ -9,19 +9,19 @@ import hmac
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Executor
-from functools import partial
 
 import grpc
 import numpy as np
 
 from common.errors import HandoverError, TransportUnavailable
-from kvtransfer.copying import check_pairs, in_thread
+from kvtransfer.copying import check_pairs, in_turns
 from kvtransfer.transport import BlockMemory, HolderPool, Offer, OnMoved, Ticket, Transport
 
 NAME = "shm"
 SLICE_BYTES = 4 * 2**20  # copied between two looks at the stop flag, about 1 ms
+TURN_SLICES = 16  # before the next pull has its turn
 MAX_NONCE_BYTES = 4096
 PARAMS = ("pid", "started", "fd", "size", "nonce_bytes", "blocks_offset", "block_bytes", "num_blocks")
 
@@ -83,8 +83,8 @@ class ShmReader:
             raise HandoverError("the holder's memory is not open")
         check_pairs(pairs, self._num_blocks, self._block_bytes, pool)
         stop = threading.Event()
-        copy = partial(_copy, self._map, self._blocks_offset, tuple(pairs), pool, stop, progress)
-        await in_thread(self._executor, copy, on_cancel=stop.set)
+        copy = _copy(self._map, self._blocks_offset, tuple(pairs), pool, stop, progress)
+        await in_turns(self._executor, copy, on_cancel=stop.set)
 
     def close(self) -> None:
         if self._map is not None:
@@ -109,12 +109,12 @@ def _copy(
     pool: BlockMemory,
     stop: threading.Event,
     progress: OnMoved,
-) -> None:
-    """Runs in the copy thread; numpy lets go of the interpreter lock while it copies."""
+) -> Generator[None]:
+    """Runs in the copy thread, a turn at a time; numpy lets go of the interpreter lock while it copies."""
     source = np.frombuffer(mapped, np.uint8, offset=blocks_offset)
     target = np.frombuffer(pool.memory, np.uint8)
     try:
-        done = 0
+        done = slices = 0
         progress(done)
         for first_source, first_target, count in _runs(pairs):
             source_at, target_at = first_source * pool.block_bytes, first_target * pool.block_bytes
@@ -124,7 +124,10 @@ def _copy(
                 size = min(SLICE_BYTES, count * pool.block_bytes - start)
                 np.copyto(target[target_at + start :][:size], source[source_at + start :][:size])
                 done += size
+                slices += 1
                 progress(done)
+                if slices % TURN_SLICES == 0:
+                    yield
     finally:
         del source, target  # even in a traceback no view may keep the map from closing
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from common.errors import HandleTaken, HandoverError, KVExpired, PullStalled, WorkerLost
+from kvtransfer.claim import CopyProgress, _Track
 from kvtransfer.lease import ROUTER
 from kvtransfer.reader import KVReader
 from tests.support.kv_fakes import (
@@ -293,6 +294,34 @@ async def test_a_pull_without_progress_is_stalled_but_ends_only_with_its_copy(ga
             await claim.release()
     assert gated.log == ["open", "begin", "cancelled", "end"]
     await until(lambda: gated.holder.freed == [3, 4, 9])
+
+
+def test_a_pull_that_waits_for_its_turn_is_as_alive_as_those_before_it():
+    """Four pulls of 0.6 times the patience each, behind one thread: the last waits 1.8 times, and none stalls."""
+    clock = ManualClock(running=False)
+    shared = CopyProgress(clock)
+    tracks = [_Track(clock, shared) for _ in range(4)]
+    for turn, track in enumerate(tracks):
+        track.moved(0)
+        clock.offset += 0.6
+        track.moved(100)
+        waiting = tracks[turn + 1 :]
+        assert all(clock() - other.heard_at < 1.0 for other in waiting)
+    assert shared.bytes == 400
+    tracks[0].moved(150)  # others' progress is no excuse once it has begun
+    clock.offset += 0.9
+    tracks[1].moved(200)
+    clock.offset += 0.2
+    assert clock() - tracks[0].heard_at > 1.0
+
+
+def test_a_pull_that_waits_behind_a_stuck_thread_is_stalled_with_it():
+    clock = ManualClock(running=False)
+    shared = CopyProgress(clock)
+    stuck, waiting = _Track(clock, shared), _Track(clock, shared)
+    stuck.moved(0)
+    clock.offset += 1.1
+    assert clock() - waiting.heard_at > 1.0
 
 
 @pytest.mark.parametrize("cancellations", [1, 3])
