@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from common.block_hash import BLOCK_SIZE
 from common.engine.config import EngineConfig
 from common.layout import DTYPE_BYTES
 from common.memory import MemoryPlan
@@ -55,8 +56,8 @@ def describe(settings: EngineConfig) -> Shown:
         dtype=dtype,
         file_bytes=sum(tensor.num_bytes for tensor in tensors),
         weights_bytes=parameters * DTYPE_BYTES[dtype],
-        kv_bytes_per_token=layout.block_bytes // layout.block_size,
-        block_size=layout.block_size,
+        kv_bytes_per_token=layout.block_bytes // BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
         block_bytes=layout.block_bytes,
         blocks=_blocks(settings, layout.block_bytes, parameters * DTYPE_BYTES[dtype], mapped=mapped),
         max_model_len=config.context_length(settings.max_model_len),

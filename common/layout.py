@@ -15,16 +15,15 @@ class KVLayout:
     num_kv_heads: int
     head_dim: int
     dtype: str
-    block_size: int = BLOCK_SIZE
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
         """[layer, K/V, kv head, token, head dim] of one block."""
-        return (self.num_layers, 2, self.num_kv_heads, self.block_size, self.head_dim)
+        return (self.num_layers, 2, self.num_kv_heads, BLOCK_SIZE, self.head_dim)
 
     @property
     def block_bytes(self) -> int:
-        return self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim * DTYPE_BYTES[self.dtype]
+        return self.num_layers * 2 * self.num_kv_heads * BLOCK_SIZE * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def layout_id(self) -> str:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Sequence as Sequenced
 from dataclasses import dataclass, replace
 
+from common.block_hash import BLOCK_SIZE
 from common.engine.batch import StepOutput
 from common.engine.sequence import Sequence
 from common.errors import HandoverError, InvalidRequest, RequestTimeout
@@ -124,7 +125,7 @@ class DecodeService:
         self._metrics.on_handover(stats.transport, stats.bytes, stats.seconds)
         admitted = decode_pb2.Admitted(
             key=attempt.request.key,
-            cached_tokens=cached * self.engine.config.block_size,
+            cached_tokens=cached * BLOCK_SIZE,
             bytes=stats.bytes,
             handover_s=stats.seconds,
             queue_s=reserved - arrived,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
+from common.block_hash import BLOCK_SIZE
 from common.deadlines import Deadlines
 from common.discovery.registry import Registry, WorkerRecord
 from common.engine.batch import Batch, StepOutput
@@ -185,7 +186,7 @@ class SimWorker:
         self.service.relay_server._abort_forks = self._count_aborts
         self.record = WorkerRecord(
             shape.role, shape.name, shape.address, shape.address, epoch, "sim", "sim", "sim",
-            shape.config.max_model_len, shape.num_blocks, LAYOUT.block_size, LAYOUT.layout_id, 1, "0",
+            shape.config.max_model_len, shape.num_blocks, BLOCK_SIZE, LAYOUT.layout_id, 1, "0",
         )  # fmt: skip
 
     def _count_aborts(self, key: str, forks: list[int]) -> bool:

@@ -104,13 +104,13 @@ class ToyRunner:
             for position, token_id in enumerate(chunk.token_ids, start):
                 before = entry(before, token_id)
                 kv[blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE] = before
-            if chunk.samples:
+            if chunk.sampled:
                 logits.append(sum(self.pool.read(blocks, start + len(chunk.token_ids))))
         return logits
 
 
 def sample(logits: Sequenced[int], batch: Batch) -> list[list[Sample]]:
-    sequences = [chunk.sequence for chunk in batch.chunks if chunk.samples]
+    sequences = [chunk.sequence for chunk in batch.chunks if chunk.sampled]
     return [_samples(total, sequence) for total, sequence in zip(logits, sequences, strict=True)]
 
 

@@ -22,6 +22,7 @@ from bench.options import HandoverOptions
 from bench.report import ResultTable, Row
 from bench.stats import median, rounded, summary
 from cluster.local_cluster import run_until_signal
+from common.block_hash import BLOCK_SIZE
 from common.deadlines import Deadlines
 from common.engine.build import BuiltEngine
 from common.engine.sequence import Sequence as EngineSequence
@@ -137,7 +138,7 @@ def block_sets(kind: str, blocks: int) -> list[list[int]]:
 
 
 async def measure(options: HandoverOptions, built: BuiltEngine, report: ResultTable) -> int:
-    num_blocks = -(-options.tokens // built.layout.block_size)
+    num_blocks = -(-options.tokens // BLOCK_SIZE)
     async with running_holder(built.layout, SETS * num_blocks, options.transport) as holder:
         decoding = BackgroundDecoding(built, options.batch, options.context)
         bench = HandoverBench(options, built, holder, decoding)

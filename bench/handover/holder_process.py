@@ -23,7 +23,7 @@ import uvloop
 from bench.handover.loopback import Loopback, serve
 from bench.pinned import ERROR, module_command, run_child
 from common.deadlines import Deadlines
-from common.engine.kv_pool import KVPool
+from common.engine.kv_pool import HostKVPool
 from common.errors import KVRelayError
 from common.layout import KVLayout
 from common.parent_death import dying_with_parent
@@ -46,7 +46,7 @@ def say(answer: dict[str, Any]) -> None:
 
 async def hold(layout: KVLayout, num_blocks: int, transport: str) -> None:
     deadlines = replace(Deadlines(), lease_s=600.0)  # a measurement may take long between two hand-overs
-    pool = KVPool(layout, num_blocks, shared=True)
+    pool = HostKVPool(layout, num_blocks, shared=True)
     pool.blocks[0].normal_()
     pool.blocks[1:] = pool.blocks[0]
     table = LeaseTable(time.monotonic, deadlines, EPOCH, lambda block_ids: None)

@@ -70,7 +70,7 @@ def recomputed(built: BuiltEngine) -> Logits:
     def logits(ids: Ids) -> torch.Tensor:
         sequence = EngineSequence("whole", ids, len(ids), SamplingParams())
         blocks = tuple(range(-(-len(ids) // BLOCK_SIZE)))
-        chunk = ScheduledChunk(sequence, 0, tuple(ids), blocks, samples=True)
+        chunk = ScheduledChunk(sequence, 0, tuple(ids), blocks, range(len(ids) - 1, len(ids)))
         return built.engine._runner.forward(Batch((chunk,)))[0]
 
     return logits

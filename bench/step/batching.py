@@ -19,6 +19,7 @@ from bench.report import ResultTable, Row, note
 from bench.serve.workload import unique_prompts
 from bench.stats import rounded, summary
 from bench.step.lengths import Length, drawn, memory_use, of_trace, paged, preallocated
+from common.block_hash import BLOCK_SIZE
 from common.engine.build import BuiltEngine
 from common.engine.sequence import Sequence as EngineSequence
 from common.errors import ConfigError
@@ -95,12 +96,12 @@ def lengths_for(options: BatchingOptions, run: int) -> list[Length]:
 def memory_rows(options: BatchingOptions, lengths: Sequence[Length], layout: KVLayout) -> list[Row]:
     """Paged against preallocated: what is unused, and how many of these sequences fit into a GiB on average."""
     most = options.max_model_len or max(length.total for length in lengths)
-    ways = {"paged": paged(layout.block_size), "preallocated": preallocated(most)}
+    ways = {"paged": paged(BLOCK_SIZE), "preallocated": preallocated(most)}
     rows: list[Row] = []
     for name, set_aside in ways.items():
         use = memory_use(lengths, set_aside)
-        row = {"memory": name, "block_size": layout.block_size, "max_model_len": most, "requests": len(lengths)}
-        fitting = GIB / (use.held * layout.block_bytes / layout.block_size)
+        row = {"memory": name, "block_size": BLOCK_SIZE, "max_model_len": most, "requests": len(lengths)}
+        fitting = GIB / (use.held * layout.block_bytes / BLOCK_SIZE)
         rows.append({**row, "unused_share": rounded(use.unused_share), "sequences_in_gib": rounded(fitting)})
     return rows
 

@@ -3,6 +3,7 @@
 import torch
 
 from common.compute.ops.choose import Ops, StepInput
+from common.compute.parallel import Alone, ParallelGroup
 from common.compute.weights import LayerWeights, ModelWeights
 from common.model.config import ModelConfig
 
@@ -10,10 +11,14 @@ from common.model.config import ModelConfig
 class Decoder:
     """Weights and operations; it keeps nothing from step to step."""
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, ops: Ops) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: ModelWeights, ops: Ops, group: ParallelGroup | None = None
+    ) -> None:
+        """`group`: the workers that each have a part of the weights; None: all of them are here."""
         self.config = config
         self.weights = weights
         self.ops = ops
+        self.group = group or Alone()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -22,7 +27,7 @@ class Decoder:
     def forward(self, step: StepInput, cache: torch.Tensor) -> torch.Tensor:
         """Writes the step's KV into the cache; float32 logits [sample rows, vocab]."""
         ops, weights, config, eps = self.ops, self.weights, self.config, self.config.rms_norm_eps
-        activation = ops.silu_and_mul if config.activation == "silu" else ops.gelu_and_mul
+        group, adapters = self.group, step.adapters
         prepared = ops.prepare(step, config, self.dtype)
         # A norm goes with the addition before it, so a layer ends with the norm that the next one begins with.
         next_norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.norm]
@@ -30,23 +35,25 @@ class Decoder:
         x = self._embed(step.token_ids)
         normed = ops.rms_norm(x, weights.layers[0].input_norm, eps)
         for i, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
-            qkv = self._norm_heads(ops.linear(normed, layer.qkv, layer.qkv_bias), layer)
+            qkv = self._norm_heads(ops.linear(normed, layer.qkv, layer.qkv_bias, adapters), layer)
             q = ops.rotary_and_store(qkv, cache, i, prepared)
             if i == last and len(step.sample_rows) == 0:
                 return torch.empty(0, config.vocab_size)
             attended = ops.attention(q, cache, i, prepared)
             if i == last:  # from here on only these rows matter
                 attended, x = attended[step.sample_rows], x[step.sample_rows]
-            added = self._norm(ops.linear(attended, layer.out, layer.out_bias), layer.out_norm)
+                adapters = None if adapters is None else adapters[step.sample_rows]
+            added = group.all_reduce(ops.linear(attended, layer.out, layer.out_bias, adapters))
+            added = self._norm(added, layer.out_norm)
             normed, x = ops.add_rms_norm(added, x, layer.post_norm, eps)
-            mlp = activation(ops.linear(normed, layer.gate_up, layer.gate_up_bias))
-            added = self._norm(ops.linear(mlp, layer.down, layer.down_bias), layer.down_norm)
+            added = group.all_reduce(layer.mlp.forward(normed, ops, config.activation, adapters))
+            added = self._norm(added, layer.down_norm)
             normed, x = ops.add_rms_norm(added, x, next_norm, eps)
-        logits = ops.logits(normed, weights.head)
+        logits = group.all_gather(ops.logits(normed, weights.head))
         return logits if config.logit_softcap is None else ops.soft_cap(logits, config.logit_softcap)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        x = self.ops.embedding(token_ids, self.weights.embedding)
+        x = self.group.all_reduce(self.ops.embedding(token_ids, self.weights.embedding))
         # As transformers does it, the scale is rounded to the dtype, too.
         return x if self.config.embedding_scale == 1 else x * x.new_tensor(self.config.embedding_scale)
 

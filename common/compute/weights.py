@@ -9,10 +9,12 @@ has to change, it is a copy.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from common.compute.linear_weight import DenseWeight, LinearWeight
+from common.compute.mlp import GatedMlp, Mlp
 from common.errors import ModelError
 from common.model.config import ModelConfig
 from common.model.safetensors_header import DTYPES
@@ -55,6 +57,11 @@ class TensorReader(Protocol):
         ...
 
     @property
+    def shared(self) -> bool:
+        """Whether views are of mapped files, which the processes of a host have in memory once."""
+        ...
+
+    @property
     def tensors(self) -> Mapping[str, StoredTensor]: ...
 
     def view(self, name: str) -> torch.Tensor:
@@ -68,18 +75,15 @@ class TensorReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Of one decoder layer; a matrix is [out, in], as torch's linear wants it. What a model lacks is None."""
+    """Of one decoder layer; a matrix is [out, in]. What a model lacks is None."""
 
     input_norm: torch.Tensor  # [hidden]
-    qkv: torch.Tensor  # [(heads + 2 * kv heads) * head dim, hidden]
-    out: torch.Tensor  # [hidden, heads * head dim]
+    qkv: LinearWeight  # [(heads + 2 * kv heads) * head dim, hidden]
+    out: LinearWeight  # [hidden, heads * head dim]
     post_norm: torch.Tensor  # [hidden], behind attention and its residual
-    gate_up: torch.Tensor  # [2 * intermediate, hidden]
-    down: torch.Tensor  # [hidden, intermediate]
+    mlp: Mlp
     qkv_bias: torch.Tensor | None = None  # [(heads + 2 * kv heads) * head dim]
     out_bias: torch.Tensor | None = None  # [hidden]
-    gate_up_bias: torch.Tensor | None = None  # [2 * intermediate]
-    down_bias: torch.Tensor | None = None  # [hidden]
     q_norm: torch.Tensor | None = None  # [head dim]
     k_norm: torch.Tensor | None = None  # [head dim]
     out_norm: torch.Tensor | None = None  # [hidden], of what attention adds to the residual
@@ -88,17 +92,20 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    embedding: torch.Tensor  # [vocab, hidden]
+    embedding: LinearWeight  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor  # [hidden]
-    head: torch.Tensor  # [vocab, hidden]; the embedding itself where the two are tied
+    head: LinearWeight  # [vocab, hidden]; the embedding itself where the two are tied
 
     @property
     def num_bytes(self) -> int:
         """Of all tensors, a shared one counted once."""
-        layers = (getattr(layer, item.name) for layer in self.layers for item in fields(layer))
-        tensors = [self.embedding, self.norm, self.head, *layers]
-        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors if tensor is not None}.values())
+        parts = [getattr(layer, item.name) for layer in self.layers for item in fields(layer)]
+        tensors: list[torch.Tensor] = []
+        for part in (self.embedding, self.norm, self.head, *parts):
+            if part is not None:
+                tensors += [part] if isinstance(part, torch.Tensor) else part.tensors
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
 def load_weights(
@@ -108,19 +115,29 @@ def load_weights(
     tensors = reader.tensors
     _check(reader, _expected_shapes(config), config)
     loader = _Loader(reader, getattr(torch, dtype), config.norm_offset, progress)
-    embedding = loader.load(_EMBEDDING)
-    layers = []
-    for i in range(config.num_layers):
-        parts = _layer_tensors(config, i).items()
-        layers.append(LayerWeights(**{field: loader.load(*names, norm="norm" in field) for field, names in parts}))
+    table = loader.load(_EMBEDDING)
+    layers = tuple(_layer(loader, config, i) for i in range(config.num_layers))
     norm = loader.load("model.norm.weight", norm=True)
-    head = embedding if config.tie_word_embeddings else loader.load(_HEAD)
-    if config.tie_word_embeddings and _HEAD in tensors and not torch.equal(loader.load(_HEAD), embedding):
+    embedding = DenseWeight(table)
+    head = embedding if config.tie_word_embeddings else DenseWeight(loader.load(_HEAD))
+    if config.tie_word_embeddings and _HEAD in tensors and not torch.equal(loader.load(_HEAD), table):
         path = tensors[_HEAD].path
         raise ModelError(f"{path}: {_HEAD} is not the embedding, but tie_word_embeddings is true", field="model")
-    return ModelWeights(embedding, tuple(layers), norm, head)
+    return ModelWeights(embedding, layers, norm, head)
 
 
+def _layer(loader: "_Loader", config: ModelConfig, index: int) -> LayerWeights:
+    parts: dict[str, Any] = {
+        field: loader.load(*names, norm="norm" in field) for field, names in _layer_tensors(config, index).items()
+    }
+    for field in MATRICES:
+        parts[field] = DenseWeight(parts[field])
+    mlp = {field: parts.pop(field) for field in MLP_FIELDS if field in parts}
+    return LayerWeights(**parts, mlp=GatedMlp(**mlp))
+
+
+MATRICES = ("qkv", "out", "gate_up", "down")
+MLP_FIELDS = tuple(item.name for item in fields(GatedMlp))
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -136,7 +153,7 @@ def _expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _layer_tensors(config: ModelConfig, layer: int) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Of each field of LayerWeights that a model has: names and shapes of the tensors that it is stacked from."""
+    """Of each field of LayerWeights and its MLP that a model has: names and shapes of the tensors it is stacked from."""
     hidden, inner = config.hidden_size, config.intermediate_size
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     qkv = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}

@@ -15,7 +15,7 @@ class ScheduledChunk:
     start: int  # position of the first token: all before it are computed
     token_ids: tuple[int, ...]
     block_ids: tuple[int, ...]  # cover positions 0 .. start + len(token_ids) - 1
-    samples: bool  # the last token's logits decide the sequence's next token(s)
+    sampled: range = range(0)  # of token_ids: their logits decide the tokens behind them, such as the sequence's next
     scored: range = range(0)  # of token_ids: their logits give the prompt tokens behind them log-probabilities
 
 

@@ -8,6 +8,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from common.block_hash import BLOCK_SIZE
+
 
 @dataclass(slots=True)
 class CacheEvents:
@@ -20,8 +22,10 @@ class CacheEvents:
 class BlockPool:
     """Reference-counted blocks with an LRU prefix cache. Not thread-safe: the engine's lock guards it."""
 
-    def __init__(self, num_blocks: int, *, enable_caching: bool = True) -> None:
+    def __init__(self, num_blocks: int, *, enable_caching: bool = True, block_size: int = BLOCK_SIZE) -> None:
+        """block_size: tokens a block; another than BLOCK_SIZE is for tests of the scheduler, which need no memory."""
         self.num_blocks = num_blocks
+        self.block_size = block_size
         self.enable_caching = enable_caching
         self._references = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks

@@ -8,9 +8,9 @@ from common.engine.sequence import Sequence
 class BlockTables:
     """Everything that changes a sequence's block_ids. Not thread-safe: the engine's lock guards it."""
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
-        self.block_size = block_size
+        self.block_size = pool.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

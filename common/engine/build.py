@@ -5,16 +5,16 @@ from dataclasses import dataclass
 
 import torch
 
+from common.block_hash import BLOCK_SIZE
 from common.compute.decoder import Decoder
 from common.compute.ops.choose import choose_ops
 from common.compute.readers.open_tensors import open_tensors
-from common.compute.readers.safetensors_reader import SafetensorsReader
 from common.compute.weights import load_weights
 from common.engine.batch import Batch, ScheduledChunk
 from common.engine.block_pool import BlockPool
 from common.engine.config import EngineConfig
 from common.engine.engine import Engine
-from common.engine.kv_pool import KVPool
+from common.engine.kv_pool import HostKVPool
 from common.engine.limits import SchedulerConfig
 from common.engine.runner import ModelRunner
 from common.engine.sampler import Sampler
@@ -40,7 +40,7 @@ class BuiltEngine:
     """An engine and what the rest of a worker has to know of it."""
 
     engine: Engine
-    pool: KVPool
+    pool: HostKVPool
     model: ModelConfig
     layout: KVLayout
     name: str
@@ -70,7 +70,7 @@ def build_engine(
         max_model_len=model.context_length(settings.max_model_len),
         eos_token_ids=generation.eos_token_ids,
     )
-    longest = -(-config.max_model_len // layout.block_size)
+    longest = -(-config.max_model_len // BLOCK_SIZE)
     if settings.kv_cache_memory is not None:  # what is wrong with it is said before the weights are read
         num_blocks = choose_num_blocks(
             settings.kv_cache_memory, block_bytes=layout.block_bytes, longest=longest, field="kv_cache_memory"
@@ -89,14 +89,14 @@ def build_engine(
             settings.gpu_memory_utilization,
             settings.workers_per_host,
             weights=weights.num_bytes,
-            shared_weights=dtype == model.dtype and isinstance(reader, SafetensorsReader),
+            shared_weights=dtype == model.dtype and reader.shared,
             working=working,
         )
         num_blocks = choose_num_blocks(
             plan.pool_bytes(), block_bytes=layout.block_bytes, longest=longest, field="max_model_len"
         )
         num_blocks = min(num_blocks, longest * config.max_num_seqs)  # more would be of no use
-    pool = KVPool(layout, num_blocks, shared=shared_pool)
+    pool = HostKVPool(layout, num_blocks, shared=shared_pool)
     blocks = BlockPool(num_blocks, enable_caching=settings.enable_prefix_caching)
     engine = Engine(Scheduler(config, blocks), ModelRunner(decoder, pool), Sampler(generation.eos_token_ids), clock)
     return BuiltEngine(
@@ -116,13 +116,13 @@ def warm_up(decoder: Decoder, layout: KVLayout, num_tokens: int, clock: Callable
     """Two real steps on blocks of their own, so that the first request need not pay for it: a small one, which
     brings the weights in, and the largest. Returns the memory (bytes) and the time (seconds) that the largest took.
     """
-    blocks = tuple(range(-(-num_tokens // layout.block_size)))
-    pool = KVPool(layout, len(blocks), shared=False)
+    blocks = tuple(range(-(-num_tokens // BLOCK_SIZE)))
+    pool = HostKVPool(layout, len(blocks), shared=False)
     runner = ModelRunner(decoder, pool)
 
     def step(count: int) -> None:
         sequence = Sequence("warm-up", [0] * count, count, SamplingParams())
-        runner.forward(Batch((ScheduledChunk(sequence, 0, (0,) * count, blocks, samples=True),)))
+        runner.forward(Batch((ScheduledChunk(sequence, 0, (0,) * count, blocks, sampled=range(count - 1, count)),)))
 
     step(1)
     before = resident_bytes()

@@ -20,7 +20,7 @@ from common.errors import ContextLengthExceeded, EngineFailure, InvalidRequest
 
 class Runner(Protocol):
     def forward(self, batch: Batch) -> Tensor:
-        """Logits [rows, vocab], float32: of each chunk those scored, then the last if it samples. All KV is written."""
+        """Logits [rows, vocab], float32: of each chunk those scored, then those sampled. All KV is written."""
         ...
 
 

@@ -7,6 +7,7 @@ import mmap
 import os
 import secrets
 from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 
@@ -21,8 +22,27 @@ _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1
 
 
-class KVPool:
-    """`num_blocks` blocks of a layout, every page of them present.
+class KVPool(Protocol):
+    """The KV memory that a model computes on, wherever it is; what others may read of it is the transports' matter."""
+
+    layout: KVLayout
+    num_blocks: int
+    blocks: torch.Tensor  # [num_blocks, layer, K/V, kv head, 16, head dim]
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copies (source, destination) blocks, one after the other."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of the memory."""
+        ...
+
+
+class HostKVPool:
+    """A KVPool in this machine's memory: `num_blocks` blocks of a layout, every page of them present.
 
     A shared pool is a memfd that others may open for reading (through /proc or a Unix socket): `nonce` at its start,
     the blocks from `blocks_offset` on. It is gone with its last user, also after a kill.

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from common.block_hash import BLOCK_SIZE
 from common.engine.sequence import Sequence
 from common.errors import ConfigError
 from common.sampling import FinishReason
@@ -16,7 +15,6 @@ class SchedulerConfig:
     max_num_seqs: int = 64
     max_model_len: int = 2048
     eos_token_ids: tuple[int, ...] = ()
-    block_size: int = BLOCK_SIZE
     max_scored_tokens: int = 128  # prompt tokens a step gives log-probabilities: each is a row of logits in memory
 
     def __post_init__(self) -> None:

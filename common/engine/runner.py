@@ -20,7 +20,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Float32 logits [rows, vocab]: chunk by chunk its scored rows, then its last one if it samples."""
+        """Float32 logits [rows, vocab]: chunk by chunk its scored rows, then its sampled ones."""
         self._pool.copy_blocks(batch.copies)
         if not batch.chunks:
             return torch.empty(0, self._decoder.config.vocab_size)
@@ -47,9 +47,7 @@ def step_input(batch: Batch) -> StepInput:
         chunk.block_ids[(chunk.start + i) // BLOCK_SIZE] for chunk in chunks for i in range(len(chunk.token_ids))
     ]
     rows = [
-        row
-        for start, end, chunk in zip(row_starts, row_starts[1:], chunks, strict=False)
-        for row in (*(start + i for i in chunk.scored), *((end - 1,) if chunk.samples else ()))
+        start + row for start, chunk in zip(row_starts, chunks, strict=False) for row in (*chunk.scored, *chunk.sampled)
     ]
     contexts = [chunk.start + len(chunk.token_ids) for chunk in chunks]
     longest = -(-max(contexts) // BLOCK_SIZE)

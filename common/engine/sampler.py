@@ -105,7 +105,7 @@ def logprobs_of(logits: Tensor, token_id: int, count: int) -> tuple[Logprob, ...
 
 
 def take_scores(logits: Tensor, batch: Batch) -> tuple[Tensor, tuple[PromptScores, ...]]:
-    """Divides a forward pass's rows: logits [sampling chunks, vocab], and what the scored rows say."""
+    """Divides a forward pass's rows: logits [sampled rows, vocab], and what the scored rows say."""
     if not any(chunk.scored for chunk in batch.chunks):
         return logits, ()
     sampled: list[int] = []
@@ -119,9 +119,8 @@ def take_scores(logits: Tensor, batch: Batch) -> tuple[Tensor, tuple[PromptScore
             logprobs = tuple(_finite_logprobs(one, token, top) for one, token in rows)
             scores.append(PromptScores(sequence, first, logprobs))
         row += count
-        if chunk.samples:
-            sampled.append(row)
-            row += 1
+        sampled += range(row, row + len(chunk.sampled))
+        row += len(chunk.sampled)
     return logits[sampled], tuple(scores)
 
 
@@ -138,8 +137,8 @@ class Sampler:
         self.eos_token_ids = tuple(eos_token_ids)
 
     def __call__(self, logits: Tensor, batch: Batch) -> list[list[Sample]]:
-        """Logits [sampling chunks, vocab] float32 → for each of these chunks a sample a fork."""
-        sequences = [chunk.sequence for chunk in batch.chunks if chunk.samples]
+        """Logits [sampled rows, vocab] float32 → for each of these rows a sample a fork."""
+        sequences = [chunk.sequence for chunk in batch.chunks for _ in chunk.sampled]
         if not sequences:
             return []
         best, ids = logits.max(-1)

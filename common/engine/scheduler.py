@@ -37,7 +37,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, pool: BlockPool) -> None:
         self.config = config
         self.pool = pool
-        self.tables = BlockTables(pool, config.block_size)
+        self.tables = BlockTables(pool)
         self.running: list[Sequence] = []  # in order of arrival
         self.waiting: deque[Sequence] = deque()  # preempted ones first, each in order of arrival
         self.num_steps = 0
@@ -67,7 +67,7 @@ class Scheduler:
             return None
         self.tables.extend_hashes(first)
         num_computed = first.num_tokens - 1
-        found = self.pool.match(first.block_hashes[: num_computed // self.config.block_size])
+        found = self.pool.match(first.block_hashes[: num_computed // self.pool.block_size])
         missing = self.tables.blocks_for(num_computed) - len(found)
         fresh = self.pool.allocate(missing) if self.pool.num_free - missing >= len(self.running) else None
         if fresh is None:
@@ -84,8 +84,8 @@ class Scheduler:
             self.pool.share(reservation.block_ids)
             fork.block_ids = list(reservation.block_ids)
             fork.num_computed_tokens = fork.num_tokens - 1
-            fork.num_cached_tokens = reservation.num_cached_blocks * self.config.block_size
-            fork.block_hashes = first.block_hashes[: fork.num_computed_tokens // self.config.block_size]
+            fork.num_cached_tokens = reservation.num_cached_blocks * self.pool.block_size
+            fork.block_hashes = first.block_hashes[: fork.num_computed_tokens // self.pool.block_size]
             self.tables.extend_hashes(fork)
             self._arrive(fork)
             self.running.append(fork)
@@ -174,7 +174,7 @@ class Scheduler:
     def update(
         self, batch: Batch, samples: Sequenced[Sequenced[Sample]], scores: tuple[PromptScores, ...] = ()
     ) -> StepOutput:
-        """Takes in a computed step; `samples` has, for each sampling chunk in order, a sample a fork."""
+        """Takes in a computed step; `samples` has, for each sampled row in order, a sample a fork."""
         tokens: list[TokenOutput] = []
         parked: list[tuple[Sequence, tuple[int, ...]]] = []
         progress: list[tuple[Sequence, int]] = []
@@ -183,7 +183,7 @@ class Scheduler:
         self._end_copies(batch.copies)
         for chunk in batch.chunks:
             sequence = chunk.sequence
-            sampled = dict(zip(sequence.forks, next(remaining), strict=True)) if chunk.samples else {}
+            rows = [dict(zip(sequence.forks, next(remaining), strict=True)) for _ in chunk.sampled]
             self._land(sequence)
             if not sequence.forks:
                 continue
@@ -191,10 +191,10 @@ class Scheduler:
             sequence.num_computed_tokens += len(chunk.token_ids)
             sequence.num_scored_tokens += len(chunk.scored)
             self.tables.publish(sequence, before)
-            if not chunk.samples:
+            if not rows:
                 progress.append((sequence, sequence.num_computed_tokens))
                 continue
-            outputs = self._append(sequence, sampled)
+            outputs = self._append(sequence, *rows)
             tokens.extend(outputs)
             if sequence.prefill_only and any(output.finish_reason is None for output in outputs):
                 self.running.remove(sequence)
@@ -314,7 +314,7 @@ class Scheduler:
             start,
             tuple(sequence.token_ids[start:end]),
             tuple(sequence.block_ids),
-            samples=end == sequence.num_tokens,
+            sampled=range(count - 1, count) if end == sequence.num_tokens else range(0),
             scored=range(max(0, sequence.num_scored_tokens - start), unscored_end - start),
         )
 

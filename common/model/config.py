@@ -15,8 +15,6 @@ __all__ = [
     "JsonFile",
     "LayerConfig",
     "ModelConfig",
-    "load_config",
-    "load_generation",
     "model_name",
     "parse_config",
     "parse_generation",
@@ -109,11 +107,6 @@ def _dtype(file: JsonFile) -> str:
     return dtype
 
 
-def load_config(directory: Path) -> ModelConfig:
-    """Reads and checks config.json. Raises ModelError that names the key at fault."""
-    return parse_config(JsonFile.read(Path(directory) / "config.json"))
-
-
 def parse_config(file: JsonFile) -> ModelConfig:
     """Checks the content of a config.json. Raises ModelError that names the key at fault."""
     names = file.content.get("architectures")
@@ -197,13 +190,6 @@ def _eos_token_ids(file: JsonFile) -> tuple[int, ...] | None:
     if not all(type(token_id) is int and 0 <= token_id < 2**31 for token_id in ids):
         raise file.error("eos_token_id", f"must be a token id or a list of them, got {short(value)}")
     return tuple(dict.fromkeys(ids))
-
-
-def load_generation(directory: Path) -> GenerationDefaults:
-    """generation_config.json, if there is one; EOS falls back to config.json's. Raises ModelError."""
-    path = Path(directory) / "generation_config.json"
-    config = JsonFile.read(Path(directory) / "config.json")
-    return parse_generation(config, JsonFile.read(path) if path.exists() else None)
 
 
 def parse_generation(config: JsonFile, generation: JsonFile | None) -> GenerationDefaults:

@@ -15,9 +15,15 @@ from common.model.source import TemplateFile
 class DirectorySource:
     """A ModelSource."""
 
+    format = "safetensors"
+
     def __init__(self, path: Path, name: str = "") -> None:
         self.path = path
         self.name = name or model_name(path)
+
+    @property
+    def weights(self) -> "DirectorySource":
+        return self
 
     def config(self) -> JsonFile:
         return JsonFile.read(self.path / "config.json")

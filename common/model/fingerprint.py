@@ -59,12 +59,11 @@ def fingerprint(
     dtype: str,
     kv_dtype: str,
     layout_id: str,
-    block_size: int = BLOCK_SIZE,
     hash_scheme: str = SCHEME,
     wire_version: int = WIRE_VERSION,
 ) -> str:
     """SHA-256 (hex) of all that two workers must share; `model` is model_fingerprint's answer."""
     digest = hashlib.sha256()
-    parts = (model, dtype, kv_dtype, layout_id, str(block_size), hash_scheme, str(wire_version))
+    parts = (model, dtype, kv_dtype, layout_id, str(BLOCK_SIZE), hash_scheme, str(wire_version))
     add_to_digest(digest, *(part.encode() for part in parts))
     return digest.hexdigest()

@@ -93,16 +93,17 @@ class WithTokenizer:
     """A ModelSource with the tokenizer and the chat template of another."""
 
     def __init__(self, model: ModelSource, tokenizer: ModelSource) -> None:
-        self.model = model
         self._tokenizer = tokenizer
+        self.weights = model.weights
+        self.format = model.format
         self.path = model.path
         self.name = model.name
 
     def config(self) -> JsonFile:
-        return self.model.config()
+        return self.weights.config()
 
     def generation(self) -> JsonFile | None:
-        return self.model.generation()
+        return self.weights.generation()
 
     def tokenizer_json(self) -> JsonFile:
         return self._tokenizer.tokenizer_json()
@@ -117,10 +118,10 @@ class WithTokenizer:
         return self._tokenizer.chat_template()
 
     def tensors(self) -> Sequence[TensorInfo]:
-        return self.model.tensors()
+        return self.weights.tensors()
 
     def revision(self) -> str:
         digest = hashlib.sha256()
         words = json.dumps(self.tokenizer_json().content, sort_keys=True)
-        add_to_digest(digest, self.model.revision().encode(), words.encode())
+        add_to_digest(digest, self.weights.revision().encode(), words.encode())
         return digest.hexdigest()

@@ -34,6 +34,16 @@ class ModelSource(Protocol):
         """What it is called where nobody gave it another name."""
         ...
 
+    @property
+    def weights(self) -> "ModelSource":
+        """The source that has the tensors: this one, unless it is made of several."""
+        ...
+
+    @property
+    def format(self) -> str:
+        """Of the files that have the tensors: safetensors or gguf."""
+        ...
+
     def config(self) -> JsonFile:
         """As config.json."""
         ...

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from redis.asyncio import Redis
 
+from common.block_hash import BLOCK_SIZE
 from common.deadlines import Deadlines
 from common.discovery.cache_events import CacheEventPublisher
 from common.discovery.config import RedisConfig
@@ -235,7 +236,7 @@ async def running(
         max_model_len=worker.engine.config.max_model_len,
         max_num_seqs=worker.engine.config.max_num_seqs,
         num_blocks=built.pool.num_blocks,
-        block_size=built.layout.block_size,
+        block_size=BLOCK_SIZE,
         layout_id=info.layout_id,
         pid=os.getpid(),
         version=VERSION,

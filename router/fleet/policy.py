@@ -39,7 +39,6 @@ def pick_prefill(
     *,
     fingerprints: Collection[str] | None = None,
     turn: int = 0,
-    block_size: int = BLOCK_SIZE,
 ) -> Candidate | None:
     """Who is done with this prompt first; None when nobody can take it.
 
@@ -48,9 +47,9 @@ def pick_prefill(
     """
 
     def tokens_until_done(worker: Candidate) -> int:
-        return _queued(worker) + prompt_tokens - _cached(worker, prompt_tokens, block_size)
+        return _queued(worker) + prompt_tokens - _cached(worker, prompt_tokens)
 
-    return _pick(candidates, prompt_tokens, fingerprints, tokens_until_done, turn, block_size)
+    return _pick(candidates, prompt_tokens, fingerprints, tokens_until_done, turn)
 
 
 def pick_decode(
@@ -60,7 +59,6 @@ def pick_decode(
     output_tokens: int = 0,
     fingerprint: str | None = None,
     turn: int = 0,
-    block_size: int = BLOCK_SIZE,
 ) -> Candidate | None:
     """Who would hold the fewest tokens with this sequence; None when nobody can take it.
 
@@ -69,16 +67,14 @@ def pick_decode(
     """
 
     def tokens_held(worker: Candidate) -> int:
-        held = (worker.total_blocks - worker.free_blocks) * block_size
-        return held + _queued(worker) + context_tokens - _cached(worker, context_tokens, block_size)
+        held = (worker.total_blocks - worker.free_blocks) * BLOCK_SIZE
+        return held + _queued(worker) + context_tokens - _cached(worker, context_tokens)
 
     fingerprints = None if fingerprint is None else (fingerprint,)
-    return _pick(candidates, context_tokens + output_tokens, fingerprints, tokens_held, turn, block_size)
+    return _pick(candidates, context_tokens + output_tokens, fingerprints, tokens_held, turn)
 
 
-def goes_unsplit(
-    prefill: Candidate | None, decode: Candidate, num_tokens: int, *, most_tokens: int, block_size: int = BLOCK_SIZE
-) -> str:
+def goes_unsplit(prefill: Candidate | None, decode: Candidate, num_tokens: int, *, most_tokens: int) -> str:
     """Why the decode worker should compute the prompt itself, in one word; "": it should not.
 
     It should, if there is nobody else, or if everybody together loses less time by it: a token of the prompt there
@@ -87,11 +83,11 @@ def goes_unsplit(
     """
     if prefill is None:
         return "alone"
-    uncached = num_tokens - _cached(decode, num_tokens, block_size)
+    uncached = num_tokens - _cached(decode, num_tokens)
     if uncached > most_tokens or not (prefill.token_s and decode.token_s):
         return ""
     unsplit_s = (_queued(decode) + uncached * (1 + decode.running)) * decode.token_s
-    hop_s = (_queued(prefill) + num_tokens - _cached(prefill, num_tokens, block_size)) * prefill.token_s
+    hop_s = (_queued(prefill) + num_tokens - _cached(prefill, num_tokens)) * prefill.token_s
     return "quicker" if unsplit_s < hop_s + HANDOVER_S + decode.step_s else ""
 
 
@@ -101,13 +97,12 @@ def _pick(
     fingerprints: Collection[str] | None,
     score: Callable[[Candidate], int],
     turn: int,
-    block_size: int,
 ) -> Candidate | None:
     """The lowest score of those with room, else of those that must make room first; then fewest in flight.
 
     Who has failed this request comes after all others: a sick worker is idle, and would draw it again and again.
     """
-    needed = -(-num_tokens // block_size)
+    needed = -(-num_tokens // BLOCK_SIZE)
 
     def available(worker: Candidate) -> bool:
         fits = not worker.total_blocks or needed <= worker.total_blocks
@@ -115,8 +110,8 @@ def _pick(
         return worker.healthy and not worker.draining and paired and fits
 
     def has_to_wait(worker: Candidate) -> bool:
-        promised = -(-worker.charged_tokens // block_size)
-        new = needed - _cached(worker, num_tokens, block_size) // block_size
+        promised = -(-worker.charged_tokens // BLOCK_SIZE)
+        new = needed - _cached(worker, num_tokens) // BLOCK_SIZE
         return bool(worker.total_blocks) and promised + new > worker.free_blocks
 
     ranked = [
@@ -134,6 +129,6 @@ def _queued(worker: Candidate) -> int:
     return worker.charged_tokens + worker.reported_tokens
 
 
-def _cached(worker: Candidate, num_tokens: int, block_size: int) -> int:
+def _cached(worker: Candidate, num_tokens: int) -> int:
     """Tokens that a prefix hit saves: whole blocks, and never the last token, whose logits are needed."""
-    return min(worker.prefix_blocks, max(0, num_tokens - 1) // block_size) * block_size
+    return min(worker.prefix_blocks, max(0, num_tokens - 1) // BLOCK_SIZE) * BLOCK_SIZE

@@ -16,9 +16,9 @@ from cluster.gguf_conversion import convert_gguf
 from common.compute.readers.safetensors_reader import SafetensorsReader
 from common.compute.weights import load_weights
 from common.errors import ModelError
-from common.model.config import load_config, load_generation
 from common.model.fingerprint import model_fingerprint
 from tests.support.gguf_models import MODELS, WORDS, random_model, write_model
+from tests.support.model_files import load_config, load_generation
 from tests.support.model_tools import logits_by_chunks, make_runner
 from tests.support.tiny_gguf import (
     HEAD_DIM,

@@ -16,7 +16,7 @@ from cluster import model_fetch as fetching
 from cluster.model_fetch import MARKER, MODELS, Source, fetch, is_complete
 from common.cache_directory import cache_directory
 from common.errors import ModelError
-from common.model.config import load_config
+from tests.support.model_files import load_config
 from tests.support.tiny_gguf import write_gguf
 
 NAME = "smollm2-135m"  # stands for the tiny model below

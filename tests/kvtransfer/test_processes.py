@@ -50,9 +50,9 @@ async def test_blocks_arrive_byte_for_byte_and_the_holder_is_free_again(reader, 
 
 
 async def test_the_engines_own_pools_hand_over_byte_for_byte():
-    from common.engine.kv_pool import KVPool  # imports torch
+    from common.engine.kv_pool import HostKVPool  # imports torch
 
-    pool = KVPool(LAYOUT, 16, shared=False)
+    pool = HostKVPool(LAYOUT, 16, shared=False)
     reader = KVReader(pool, LAYOUT, FINGERPRINT, FAST, time.monotonic)
     size = LAYOUT.block_bytes
     async with holder_process(kind="shared") as holder:

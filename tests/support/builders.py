@@ -59,10 +59,8 @@ def scheduler(
     max_scored_tokens: int = 128,
 ) -> Scheduler:
     """A scheduler over an empty pool of small blocks."""
-    config = SchedulerConfig(
-        max_num_batched_tokens, max_num_seqs, max_model_len, eos_token_ids, block_size, max_scored_tokens
-    )
-    return Scheduler(config, BlockPool(num_blocks, enable_caching=enable_caching))
+    config = SchedulerConfig(max_num_batched_tokens, max_num_seqs, max_model_len, eos_token_ids, max_scored_tokens)
+    return Scheduler(config, BlockPool(num_blocks, enable_caching=enable_caching, block_size=block_size))
 
 
 def engine(sched: Scheduler, runner: object = None, clock: Callable[[], float] = lambda: 0.0) -> Engine:
@@ -131,7 +129,7 @@ def answer(
     sampler, output = Sampler(eos_token_ids), []
     while True:
         one = Sequence("alone", [*prompt_ids, *output], len(prompt_ids), params, (fork,))
-        chunk = ScheduledChunk(one, 0, tuple(one.token_ids), (), samples=True)
+        chunk = ScheduledChunk(one, 0, tuple(one.token_ids), (), range(len(one.token_ids) - 1, len(one.token_ids)))
         logits = logits_of(kv_of(chunk.token_ids))
         token = sampler(logits[None], Batch((chunk,)))[0][0].token_id
         output.append(token)
@@ -157,7 +155,7 @@ class ToyRunner:
 
     @classmethod
     def of(cls, sched: Scheduler) -> "ToyRunner":
-        return cls(sched.pool.num_blocks, sched.config.block_size)
+        return cls(sched.pool.num_blocks, sched.pool.block_size)
 
     def poison(self, block_ids: Iterable[int]) -> None:
         """Overwrites blocks with garbage, other at each call."""
@@ -184,7 +182,7 @@ class ToyRunner:
     def _compute(self, chunk: ScheduledChunk) -> list[Tensor]:
         for position, token in enumerate(chunk.token_ids, chunk.start):
             self.write(chunk.block_ids, position, [kv_entry(self.read(chunk.block_ids, position), token)])
-        rows = [*chunk.scored, *([len(chunk.token_ids) - 1] if chunk.samples else [])]
+        rows = [*chunk.scored, *chunk.sampled]
         return [logits_of(self.read(chunk.block_ids, chunk.start + row + 1)) for row in rows]
 
 

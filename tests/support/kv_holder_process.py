@@ -47,9 +47,9 @@ def make_pool(kind: str, num_blocks: int, block_bytes: int) -> object:
     """`fake`, or the engine's own pool with random bytes in it: `shared` or `unshared`."""
     if kind == "fake":
         return FakePool(num_blocks, block_bytes)
-    from common.engine.kv_pool import KVPool
+    from common.engine.kv_pool import HostKVPool
 
-    pool = KVPool(LAYOUT, num_blocks, shared=kind == "shared")
+    pool = HostKVPool(LAYOUT, num_blocks, shared=kind == "shared")
     pool.memory[:] = secrets.token_bytes(len(pool.memory))
     return pool
 

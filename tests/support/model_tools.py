@@ -13,9 +13,9 @@ from common.compute.readers.safetensors_reader import SafetensorsReader
 from common.compute.weights import load_weights
 from common.engine import sequence
 from common.engine.batch import Batch, ScheduledChunk
-from common.engine.kv_pool import KVPool
+from common.engine.kv_pool import HostKVPool
 from common.engine.runner import ModelRunner
-from common.model.config import load_config
+from tests.support.model_files import load_config
 
 
 def make_runner(
@@ -27,7 +27,7 @@ def make_runner(
 ) -> ModelRunner:
     """A runner whose pool is full of what no answer may depend on."""
     config = load_config(directory)
-    pool = KVPool(config.kv_layout(dtype), num_blocks, shared=False)
+    pool = HostKVPool(config.kv_layout(dtype), num_blocks, shared=False)
     pool.blocks.fill_(fill)
     weights = load_weights(SafetensorsReader(directory), config, dtype)
     return ModelRunner(Decoder(config, weights, choose_ops(config, backend)), pool)
@@ -38,13 +38,15 @@ def random_ids(count: int, seed: int = 0, vocab_size: int = 288) -> list[int]:
 
 
 def chunk(
-    token_ids: Sequence[int], start: int, length: int, *, first_block: int = 0, samples: bool = True
+    token_ids: Sequence[int], start: int, length: int, *, first_block: int = 0, sampled: bool = True
 ) -> ScheduledChunk:
     """`length` tokens of a sequence from `start` on; its blocks follow each other from `first_block`."""
     end = start + length
     owner = sequence.Sequence("test", list(token_ids), len(token_ids), sequence.SamplingParams())
     blocks = tuple(range(first_block, first_block - (-end // BLOCK_SIZE)))
-    return ScheduledChunk(owner, start, tuple(token_ids[start:end]), blocks, samples)
+    return ScheduledChunk(
+        owner, start, tuple(token_ids[start:end]), blocks, range(length - 1, length) if sampled else range(0)
+    )
 
 
 def logits_by_chunks(

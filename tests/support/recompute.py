@@ -41,7 +41,17 @@ class Recompute:
         samples = []
         for _ in range(params.max_tokens):
             blocks = tuple(range(-(-sequence.num_tokens // BLOCK_SIZE)))
-            batch = Batch((ScheduledChunk(sequence, 0, tuple(sequence.token_ids), blocks, samples=True),))
+            batch = Batch(
+                (
+                    ScheduledChunk(
+                        sequence,
+                        0,
+                        tuple(sequence.token_ids),
+                        blocks,
+                        range(len(sequence.token_ids) - 1, len(sequence.token_ids)),
+                    ),
+                )
+            )
             [[sample]] = self.sampler(self.runner.forward(batch), batch)
             sequence.token_ids.append(sample.token_id)
             samples.append(sample)

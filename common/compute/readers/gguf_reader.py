@@ -19,6 +19,8 @@ _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 class GgufReader:
     """A TensorReader; what is quantized becomes float32, a tensor at a time."""
 
+    shared = False  # they are made of what the file has
+
     def __init__(self, source: GgufSource) -> None:
         self.path = source.path
         self._named: Mapping[str, NamedTensor] = source.named

@@ -19,6 +19,8 @@ from common.model.safetensors_header import DTYPES, TensorInfo, read_checkpoint
 class SafetensorsReader:
     """A TensorReader; each file is mapped once, when its first tensor is wanted."""
 
+    shared = True
+
     def __init__(self, directory: Path) -> None:
         self.path = Path(directory)
         self.tensors = {tensor.name: tensor for file in read_checkpoint(self.path) for tensor in file.tensors}

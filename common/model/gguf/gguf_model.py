@@ -20,9 +20,15 @@ from common.model.source import TemplateFile
 class GgufSource:
     """A ModelSource; the file is read at the first question."""
 
+    format = "gguf"
+
     def __init__(self, path: Path, name: str = "") -> None:
         self.path = path
         self.name = name or path.stem
+
+    @property
+    def weights(self) -> "GgufSource":
+        return self
 
     @cached_property
     def file(self) -> GgufFile:

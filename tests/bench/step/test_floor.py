@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from bench.step.floor import Work, decode_work, prefill_work, weight_bytes
-from common.model.config import load_config
 from tests.support.checkpoints import make_random_checkpoint
+from tests.support.model_files import load_config
 
 
 @pytest.fixture(scope="module")

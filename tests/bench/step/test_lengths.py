@@ -8,6 +8,7 @@ import pytest
 
 from bench.engines import build, greedy, settings
 from bench.step.lengths import OUTPUT, PROMPT, Length, LogNormal, drawn, memory_use, of_trace, paged, preallocated
+from common.block_hash import BLOCK_SIZE
 from common.engine.sequence import Sequence
 from tests.support.checkpoints import make_random_checkpoint
 
@@ -56,7 +57,7 @@ def test_paged_memory_is_what_the_engine_takes(tmp_path):
     held = []
     for _ in range(length.output):
         output = built.engine.step()
-        held.append((output.load.total_blocks - output.load.free_blocks) * built.layout.block_size)
+        held.append((output.load.total_blocks - output.load.free_blocks) * BLOCK_SIZE)
     built.engine.abort("one")
     built.pool.close()
-    assert statistics.mean(held) == memory_use([length], paged(built.layout.block_size)).held
+    assert statistics.mean(held) == memory_use([length], paged(BLOCK_SIZE)).held

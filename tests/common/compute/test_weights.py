@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from common.compute.readers.safetensors_reader import SafetensorsReader
 from common.compute.weights import ModelWeights, load_weights
 from common.errors import ModelError
-from common.model.config import load_config
 from tests.support.checkpoints import make_random_checkpoint
+from tests.support.model_files import load_config
 
 FILE = "model.safetensors"
 

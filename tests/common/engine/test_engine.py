@@ -45,7 +45,7 @@ class FailingRunner(ToyRunner):
     """Fails the forward passes whose numbers are given."""
 
     def __init__(self, sched: Scheduler, *fails: int) -> None:
-        super().__init__(sched.pool.num_blocks, sched.config.block_size)
+        super().__init__(sched.pool.num_blocks, sched.pool.block_size)
         self.fails, self.numbers = fails, itertools.count()
 
     def forward(self, batch):

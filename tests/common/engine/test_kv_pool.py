@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from common.engine import kv_pool
-from common.engine.kv_pool import HEADER_BYTES, HUGE_PAGE, KVPool
+from common.engine.kv_pool import HEADER_BYTES, HUGE_PAGE, HostKVPool
 from common.errors import StartupError
 from common.layout import KVLayout
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=3, head_dim=8, dtype="bfloat16")
 
 
-def make_pool(num_blocks: int = 5, *, shared: bool = False, layout: KVLayout = LAYOUT) -> KVPool:
-    return KVPool(layout, num_blocks, shared=shared)
+def make_pool(num_blocks: int = 5, *, shared: bool = False, layout: KVLayout = LAYOUT) -> HostKVPool:
+    return HostKVPool(layout, num_blocks, shared=shared)
 
 
 @pytest.fixture(params=[True, False], ids=["shared", "anonymous"])
@@ -45,7 +45,7 @@ def test_blocks_are_tensors_over_the_memory(dtype: str):
     pool.close()
 
 
-def test_a_copy_is_of_the_whole_block_and_in_order(pool: KVPool):
+def test_a_copy_is_of_the_whole_block_and_in_order(pool: HostKVPool):
     for block in range(5):
         pool.blocks[block] = block
     pool.copy_blocks([(0, 1), (1, 2), (4, 0)])
@@ -65,7 +65,7 @@ def test_every_page_is_there_from_the_start(shared: bool):
         return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
     layout, before = KVLayout(8, 8, 64, "float32"), resident()
-    pool = KVPool(layout, 64, shared=shared)
+    pool = HostKVPool(layout, 64, shared=shared)
     assert resident() - before >= 64 * layout.block_bytes
     pool.close()
 
@@ -120,7 +120,7 @@ def test_closing_gives_memory_and_descriptors_back(shared: bool):
 
     gc.collect()
     descriptors, before = set(os.listdir("/proc/self/fd")), mapped()
-    pool = KVPool(KVLayout(8, 8, 64, "float32"), 64, shared=shared)
+    pool = HostKVPool(KVLayout(8, 8, 64, "float32"), 64, shared=shared)
     size, kept = len(pool.memory), pool.blocks[7]
     pool.close()
     pool.close()
@@ -134,8 +134,8 @@ def test_closing_gives_memory_and_descriptors_back(shared: bool):
 
 def test_nothing_is_left_after_a_kill():
     program = (
-        "import os, time; from common.engine.kv_pool import KVPool; from common.layout import KVLayout\n"
-        "pool = KVPool(KVLayout(2, 3, 8, 'bfloat16'), 5, shared=True); print('up', flush=True); time.sleep(60)"
+        "import os, time; from common.engine.kv_pool import HostKVPool; from common.layout import KVLayout\n"
+        "pool = HostKVPool(KVLayout(2, 3, 8, 'bfloat16'), 5, shared=True); print('up', flush=True); time.sleep(60)"
     )
     before = set(os.listdir("/dev/shm"))
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as child:

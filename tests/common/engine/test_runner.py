@@ -110,15 +110,15 @@ def test_any_blocks_will_do(runner: ModelRunner, alone: torch.Tensor):
     scattered = torch.randperm(4 * BLOCKS_EACH, generator=torch.Generator().manual_seed(0))[:BLOCKS_EACH].tolist()
     for start, length in ((0, 100), (100, LENGTH - 101), (LENGTH - 1, 1)):
         whole = chunk(FIRST, start, length)
-        placed = Batch((type(whole)(whole.sequence, start, whole.token_ids, tuple(scattered), samples=True),))
+        placed = Batch((type(whole)(whole.sequence, start, whole.token_ids, tuple(scattered), whole.sampled),))
         logits = runner.forward(placed)
     assert torch.equal(logits[0], alone)
 
 
 def test_only_sampling_chunks_have_logits_in_their_order(runner: ModelRunner):
-    parts = [chunk(FIRST, 0, 20, samples=False), chunk(OTHER, 0, 7, first_block=BLOCKS_EACH)]
+    parts = [chunk(FIRST, 0, 20, sampled=False), chunk(OTHER, 0, 7, first_block=BLOCKS_EACH)]
     parts += [
-        chunk(FIRST, 0, 1, first_block=2 * BLOCKS_EACH, samples=False),
+        chunk(FIRST, 0, 1, first_block=2 * BLOCKS_EACH, sampled=False),
         chunk(FIRST, 0, 5, first_block=3 * BLOCKS_EACH),
     ]
     logits = runner.forward(Batch(tuple(parts)))
@@ -130,7 +130,7 @@ def test_only_sampling_chunks_have_logits_in_their_order(runner: ModelRunner):
 
 def test_a_step_without_samples_still_writes_its_kv(runner: ModelRunner, alone: torch.Tensor):
     spoil(runner)
-    assert runner.forward(Batch((chunk(FIRST, 0, LENGTH - 1, samples=False),))).shape == (0, 288)
+    assert runner.forward(Batch((chunk(FIRST, 0, LENGTH - 1, sampled=False),))).shape == (0, 288)
     assert torch.equal(runner.forward(Batch((chunk(FIRST, LENGTH - 1, 1),)))[0], alone)
 
 
@@ -144,7 +144,7 @@ def test_blocks_are_copied_before_anything_is_computed(runner: ModelRunner):
     logits_by_chunks(runner, FIRST, [length])
     kept = runner._pool.blocks[1].clone()
     shared = chunk(FIRST, length, 1)
-    fork = Batch((type(shared)(shared.sequence, length, shared.token_ids, (0, 9), samples=True),), copies=((1, 9),))
+    fork = Batch((type(shared)(shared.sequence, length, shared.token_ids, (0, 9), shared.sampled),), copies=((1, 9),))
     logits = runner.forward(fork)
     assert torch.equal(runner._pool.blocks[1], kept)
     assert torch.equal(logits, logits_by_chunks(runner, FIRST, [length + 1], first_block=20))
@@ -173,7 +173,7 @@ def test_a_token_goes_to_its_block_and_place(start: int, length: int, block: int
 
 
 def test_step_input_has_one_row_a_token():
-    step = step_input(Batch((chunk(FIRST, 30, 3), chunk(OTHER, 0, 1, first_block=8, samples=False))))
+    step = step_input(Batch((chunk(FIRST, 30, 3), chunk(OTHER, 0, 1, first_block=8, sampled=False))))
     assert step.token_ids.tolist() == [*FIRST[30:33], OTHER[0]]
     assert step.positions.tolist() == [30, 31, 32, 0]
     assert step.token_blocks.tolist() == [1, 1, 2, 8]

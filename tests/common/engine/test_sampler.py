@@ -22,7 +22,7 @@ TOP_OF_ROUND = 1 - 2.0**-53  # the largest number that uniform() gives
 
 def sample(logits: list[float], *sequences: Sequence, eos: tuple[int, ...] = (EOS,)) -> list[list[Sample]]:
     """Samples for sequences that all have these logits."""
-    chunks = tuple(ScheduledChunk(s, s.num_tokens - 1, (s.token_ids[-1],), (0,), samples=True) for s in sequences)
+    chunks = tuple(ScheduledChunk(s, s.num_tokens - 1, (s.token_ids[-1],), (0,), sampled=range(1)) for s in sequences)
     return Sampler(eos)(torch.tensor([logits] * len(sequences)), Batch(chunks))
 
 
@@ -298,13 +298,16 @@ def test_a_token_does_not_depend_on_who_else_is_in_the_batch():
     logits = torch.tensor([PEAKED, EQUAL * 2, PEAKED[::-1], PEAKED]) * torch.tensor([[1.0], [1.0], [0.5], [2.0]])
     alone = [sample(row.tolist(), one)[0] for row, one in zip(logits, company, strict=True)]
     for order in ([0, 1, 2, 3], [3, 1, 0, 2], [2, 3], [1, 1, 0]):
-        chunks = tuple(ScheduledChunk(company[i], 0, (1,), (0,), samples=True) for i in order)
+        chunks = tuple(ScheduledChunk(company[i], 0, (1,), (0,), sampled=range(1)) for i in order)
         assert Sampler((EOS,))(logits[order], Batch(chunks)) == [alone[i] for i in order]
 
 
 def test_rows_belong_to_the_chunks_that_sample():
     one, other = sequence([1, 2]), sequence([1, 2])
-    chunks = (ScheduledChunk(one, 0, (1,), (0,), samples=False), ScheduledChunk(other, 1, (2,), (0,), samples=True))
+    chunks = (
+        ScheduledChunk(one, 0, (1,), (0,), sampled=range(0)),
+        ScheduledChunk(other, 1, (2,), (0,), sampled=range(1)),
+    )
     assert Sampler(())(torch.tensor([PEAKED]), Batch(chunks)) == [[Sample(3)]]
     assert Sampler(())(torch.empty(0, 8), Batch(chunks[:1])) == []
 
@@ -373,7 +376,7 @@ def test_logprobs_are_the_models_own_and_logits_are_left_alone():
         logprobs=8,
     )
     logits = torch.tensor([PEAKED])
-    chunk = ScheduledChunk(one, 0, (1,), (0,), samples=True)
+    chunk = ScheduledChunk(one, 0, (1,), (0,), sampled=range(1))
     chosen, *_ = Sampler((EOS,))(logits, Batch((chunk,)))[0][0].logprobs
     assert (chosen.token_id, chosen.logprob) == (6, pytest.approx(plain_logprobs(PEAKED)[6]))
     assert logits.tolist() == [PEAKED]

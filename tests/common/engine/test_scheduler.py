@@ -27,7 +27,7 @@ def test_a_prompt_is_computed_in_chunks_of_the_budget(count):
     chunks, progress = [], []
     for _ in range(-(-count // 8)):
         batch, output = stepper.step()
-        chunks += [(c.start, len(c.token_ids), len(c.block_ids), c.samples) for c in batch.chunks]
+        chunks += [(c.start, len(c.token_ids), len(c.block_ids), bool(c.sampled)) for c in batch.chunks]
         progress += [computed for _, computed in output.progress]
     starts = range(0, count, 8)
     assert chunks == [(s, min(8, count - s), -(-min(s + 8, count) // 4), s + 8 >= count) for s in starts]

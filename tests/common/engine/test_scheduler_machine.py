@@ -281,7 +281,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             one, end = chunk.sequence, chunk.start + len(chunk.token_ids)
             assert chunk.start == one.num_computed_tokens < end <= one.num_tokens
             assert chunk.token_ids == tuple(one.token_ids[chunk.start : end])
-            assert chunk.samples == (end == one.num_tokens)
+            count = len(chunk.token_ids)
+            assert chunk.sampled == (range(count - 1, count) if end == one.num_tokens else range(0))
             assert chunk.block_ids == tuple(one.block_ids)
             assert len(chunk.block_ids) == -(-end // SIZE)
             if one in self.added:  # its first service

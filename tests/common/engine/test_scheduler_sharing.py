@@ -140,7 +140,7 @@ def test_a_prefilled_sequence_without_a_live_fork_holds_nothing():
 def arrive(stepper: Stepper, reservation: Reservation) -> None:
     """Writes what a holder would send: the KV of all blocks that are not here yet."""
     first = reservation.forks[0]
-    known = reservation.num_cached_blocks * stepper.scheduler.config.block_size
+    known = reservation.num_cached_blocks * stepper.scheduler.pool.block_size
     entries = kv_of(tuple(first.token_ids[:-1]))
     stepper.runner.write(reservation.block_ids, known, entries[known:])
 

@@ -10,8 +10,9 @@ import pytest
 from transformers import LlamaConfig
 
 from common.errors import ModelError
-from common.model.config import GenerationDefaults, LayerConfig, ModelConfig, load_config, load_generation
+from common.model.config import GenerationDefaults, LayerConfig, ModelConfig
 from common.model.rope import Rope
+from tests.support.model_files import load_config, load_generation
 
 ABSENT = type("Absent", (), {"__repr__": lambda self: "ABSENT"})()  # in test ids: the same in every process
 BASE: dict[str, Any] = {

@@ -11,9 +11,9 @@ from transformers import AutoConfig
 from common.compute.readers.safetensors_reader import SafetensorsReader
 from common.compute.weights import load_weights
 from common.errors import ModelError
-from common.model.config import load_config
 from common.model.families import FAMILIES as SUPPORTED
 from tests.support.checkpoints import FAMILIES, make_random_checkpoint
+from tests.support.model_files import load_config
 
 REQUIRED = {
     "vocab_size": 288, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 12, "rms_norm_eps": 1e-6,

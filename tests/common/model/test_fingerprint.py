@@ -79,7 +79,7 @@ def test_a_missing_file_is_named(name: str, tmp_path: Path):
 @pytest.mark.parametrize(
     "change",
     [
-        {"model": "n"}, {"dtype": "float32"}, {"kv_dtype": "float32"}, {"layout_id": "k"}, {"block_size": 32},
+        {"model": "n"}, {"dtype": "float32"}, {"kv_dtype": "float32"}, {"layout_id": "k"},
         {"hash_scheme": "other"}, {"wire_version": 1},
     ],
     ids=str,

@@ -246,13 +246,6 @@ def test_popular_prefix_spreads_before_its_worker_is_overrun() -> None:
     assert max(queues) - min(queues) <= 160
 
 
-def test_other_block_sizes_count() -> None:
-    warm = a_candidate("warm", prefix_blocks=10, charged_tokens=300, total_blocks=0)
-    cold = a_candidate("cold", total_blocks=0)
-    assert pick_prefill([warm, cold], 1000) == cold
-    assert pick_prefill([warm, cold], 1000, block_size=32) == warm
-
-
 TOKEN_S = {"token_s": 0.001, "step_s": 0.025}
 
 

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from common.block_hash import BLOCK_SIZE
+from common.compute.linear_weight import DenseWeight, LinearWeight
 from common.compute.ops.reference.step_plan import (
     KEY_CHUNK,
     ROWS,
@@ -30,7 +31,7 @@ from common.compute.ops.reference.step_plan import (
     StepPlan,
     prepare,
 )
-from common.compute.ops.table import Ops
+from common.compute.ops.table import Ops, UnknownWeight
 from common.model.config import ModelConfig
 
 SMALL_PRODUCT = 16**3  # rows * inner * columns
@@ -47,12 +48,24 @@ def pad_rows(x: torch.Tensor, columns: int) -> torch.Tensor:
     return F.pad(x, (0, 0, 0, wanted - rows)) if rows < wanted else x
 
 
-def embedding(token_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    return F.embedding(token_ids, weight)
+def dense(weight: LinearWeight) -> torch.Tensor:
+    """The matrix of the one kind that is multiplied with here. Raises UnknownWeight."""
+    if isinstance(weight, DenseWeight):
+        return weight.tensor
+    raise UnknownWeight(f"no product with a {weight.kind} weight")
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    product = F.linear(pad_rows(x, len(weight)), weight)[: x.shape[0]]
+def embedding(token_ids: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+    return F.embedding(token_ids, dense(weight))
+
+
+def linear(
+    x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None = None, adapters: torch.Tensor | None = None
+) -> torch.Tensor:
+    if adapters is not None:
+        raise UnknownWeight("no product with adapters")
+    matrix = dense(weight)
+    product = F.linear(pad_rows(x, len(matrix)), matrix)[: x.shape[0]]
     return product if bias is None else product + bias
 
 
@@ -86,7 +99,7 @@ def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
     return cap - 2 * cap / (torch.exp(x * (2 / cap)) + 1)  # torch.tanh's bits depend on the place
 
 
-def logits(x: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
+def logits(x: torch.Tensor, head: LinearWeight) -> torch.Tensor:
     return linear(x, head).float()
 
 

@@ -15,7 +15,7 @@ from common.compute.ops.choose import choose_ops
 from common.compute.readers.gguf_reader import GgufReader, halves_from_pairs
 from common.compute.readers.open_tensors import open_tensors
 from common.compute.weights import load_weights
-from common.engine.kv_pool import KVPool
+from common.engine.kv_pool import HostKVPool
 from common.engine.runner import ModelRunner
 from common.errors import ModelError
 from common.model.config import parse_config
@@ -44,7 +44,7 @@ def our_logits(path: Path, ids: list[int]) -> torch.Tensor:
     """[vocab], of the last token, in two chunks."""
     source = GgufSource(path)
     config = parse_config(source.config())
-    pool = KVPool(config.kv_layout("float32"), 16, shared=False)
+    pool = HostKVPool(config.kv_layout("float32"), 16, shared=False)
     runner = ModelRunner(
         Decoder(config, load_weights(open_tensors(source), config, "float32"), choose_ops(config, "torch")), pool
     )
