@@ -5,18 +5,20 @@ import asyncio
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 
 from aiohttp import web
 
 from common.deadlines import Deadlines
 from common.discovery.config import RedisConfig
 from common.discovery.redis_client import connect
-from common.discovery.registry import Registry
+from common.discovery.registry import Registry, WorkerRecord
 from common.errors import AddressInUse
 from common.model.open import open_model
+from common.model.source import tokenizer_id
 from common.role import announce_ready, run_role, stop_on_signals
 from common.rpc.channel import join_address
 from common.settings import from_arguments, listed
@@ -32,12 +34,22 @@ from router.pipeline.pipeline import Pipeline
 BACKLOG = 4096  # connections that wait for the event loop to accept them; with too few the kernel resets some
 
 
+def stranger(record: WorkerRecord, names: Set[str], tokenizer: str) -> str:
+    """Why a worker is not one to ask here: it serves a model of another name, or speaks other token ids."""
+    if record.served_model_name not in names:
+        return f"it serves {record.served_model_name!r}, this router {sorted(names)}"
+    if record.tokenizer and record.tokenizer != tokenizer:
+        return "it has another tokenizer than this router"
+    return ""
+
+
 async def run(arguments: argparse.Namespace) -> int:
     """Serves until a signal; returns the exit status."""
     settings = from_arguments(RouterConfig, arguments)
     redis_settings = from_arguments(RedisConfig, arguments)
     deadlines = replace(Deadlines().scaled(settings.deadline_scale), drain_s=settings.drain_timeout)
     source = await asyncio.to_thread(open_model, settings, weights=False)
+    tokenizer = await asyncio.to_thread(tokenizer_id, source)
     text = await asyncio.to_thread(TextModel.load, source)
     max_model_len = text.config.context_length(settings.max_model_len)
     name = settings.served_model_name or source.name
@@ -56,6 +68,7 @@ async def run(arguments: argparse.Namespace) -> int:
             time.monotonic,
             metrics,
             max_unsplit_tokens=settings.max_unsplit_tokens,
+            stranger=partial(stranger, names={name}, tokenizer=tokenizer),
         )
         pipeline = Pipeline(workers, text, metrics, deadlines, time.monotonic, max_queued=settings.max_queued_requests)
         stack.push_async_callback(workers.close)

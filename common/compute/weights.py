@@ -153,7 +153,7 @@ def _expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _layer_tensors(config: ModelConfig, layer: int) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Of each field of LayerWeights and its MLP that a model has: names and shapes of the tensors it is stacked from."""
+    """Of each field of LayerWeights and its MLP that a model has: names and shapes of the tensors it is made of."""
     hidden, inner = config.hidden_size, config.intermediate_size
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     qkv = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}

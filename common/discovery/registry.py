@@ -47,6 +47,7 @@ class WorkerRecord:
     pid: int
     version: str
     max_num_seqs: int = 0  # sequences it runs at once; 0: not told
+    tokenizer: str = ""  # SHA-256 of its content; empty: not told
     leaving: bool = False  # it said goodbye
 
     @property

@@ -31,6 +31,7 @@ from common.memory import (
 from common.model.config import ModelConfig, parse_config, parse_generation
 from common.model.fingerprint import fingerprint
 from common.model.open import open_model
+from common.model.source import tokenizer_id
 from common.progress_bar import Progress
 from common.sampling import SamplingParams
 
@@ -47,6 +48,7 @@ class BuiltEngine:
     weights_bytes: int
     model_revision: str
     fingerprint: str
+    tokenizer: str  # SHA-256 of its content
     token_s: float  # what a token took in the largest step
 
 
@@ -108,6 +110,7 @@ def build_engine(
         weights_bytes=weights.num_bytes,
         model_revision=revision,
         fingerprint=fingerprint(revision, dtype=dtype, kv_dtype=layout.dtype, layout_id=layout.layout_id),
+        tokenizer=tokenizer_id(source),
         token_s=largest_s / largest,
     )
 

@@ -4,6 +4,8 @@ Whatever the files are, a source speaks Hugging Face: its config and generation 
 config.json and generation_config.json, its tensors have Hugging Face's names.
 """
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,3 +77,8 @@ class ModelSource(Protocol):
     def revision(self) -> str:
         """SHA-256 (hex) of what identifies the model, as common/model/fingerprint.py makes it."""
         ...
+
+
+def tokenizer_id(source: ModelSource) -> str:
+    """SHA-256 (hex) of the tokenizer's content: token ids mean the same to whoever has the same. Raises ModelError."""
+    return hashlib.sha256(json.dumps(source.tokenizer_json().content, sort_keys=True).encode()).hexdigest()

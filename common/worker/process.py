@@ -238,6 +238,7 @@ async def running(
         num_blocks=built.pool.num_blocks,
         block_size=BLOCK_SIZE,
         layout_id=info.layout_id,
+        tokenizer=built.tokenizer,
         pid=os.getpid(),
         version=VERSION,
     )

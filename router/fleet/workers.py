@@ -5,6 +5,7 @@ reached and isn't listed any more.
 """
 
 import asyncio
+import logging
 import math
 import random
 from collections.abc import Callable, Collection
@@ -12,6 +13,7 @@ from collections.abc import Callable, Collection
 from common.deadlines import Deadlines
 from common.discovery.registry import Registry, WorkerRecord
 from common.errors import ContextLengthExceeded, HandoverError, NoWorker
+from common.log import get_logger, log_event
 from common.rpc.channel import OpenChannel, open_channel
 from router.fleet.hashed_tokens import HashedTokens
 from router.fleet.policy import Candidate, goes_unsplit, pick_decode, pick_prefill
@@ -19,6 +21,8 @@ from router.fleet.prefix_index import Expectation, PrefixIndex
 from router.fleet.worker_client import WorkerClient
 from router.metrics import RouterMetrics
 from router.pipeline.gate import Room
+
+log = get_logger("workers")
 
 
 class Workers:
@@ -34,7 +38,9 @@ class Workers:
         metrics: RouterMetrics,
         channel: OpenChannel = open_channel,
         max_unsplit_tokens: int = 0,
+        stranger: Callable[[WorkerRecord], str] = lambda record: "",
     ) -> None:
+        """`stranger` says why a worker is none of this router's, in a word for the log; empty: it is one."""
         self._registry = registry
         self._index = index
         self._router_id = router_id
@@ -43,6 +49,8 @@ class Workers:
         self._metrics = metrics
         self._channel = channel
         self._max_unsplit_tokens = max_unsplit_tokens
+        self._stranger = stranger
+        self._strangers: dict[str, str] = {}  # lives that are listed and not this router's: why
         self._clients: dict[str, WorkerClient] = {}
         self._changed = asyncio.Event()
         self._listed = False  # the registry has been read
@@ -88,7 +96,8 @@ class Workers:
     def ready(self) -> tuple[bool, str]:
         """Whether a request could be answered now, and if not, why."""
         if not self.usable("decode"):
-            return False, "no decode worker"
+            others = f" ({len(self._strangers)} workers of other models are ignored)" if self._strangers else ""
+            return False, f"no decode worker{others}"
         listed = any(client.record.role == "prefill" for client in self._clients.values())
         if listed and not self.usable("prefill"):
             return True, "no prefill worker is reachable: decode workers serve alone"
@@ -190,6 +199,7 @@ class Workers:
 
     def _see(self, records: list[WorkerRecord]) -> None:
         """Takes in what the registry lists now."""
+        records = self._known(records)
         listed = {(record.worker_id, record.epoch) for record in records}
 
         def is_listed(client: WorkerClient) -> bool:
@@ -223,6 +233,16 @@ class Workers:
         self._count()
         self._listed = True
         self._changed.set()
+
+    def _known(self, records: list[WorkerRecord]) -> list[WorkerRecord]:
+        """Without those of other models; each of them is told once."""
+        reasons = {record.member: self._stranger(record) for record in records}
+        strangers = {member: reason for member, reason in reasons.items() if reason}
+        for member, reason in strangers.items():
+            if self._strangers.get(member) != reason:
+                log_event(log, logging.WARNING, "worker ignored", worker=member, reason=reason)
+        self._strangers = strangers
+        return [record for record in records if record.member not in strangers]
 
     def _drop(self, client: WorkerClient) -> None:
         del self._clients[client.record.worker_id]

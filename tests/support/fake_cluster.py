@@ -213,13 +213,19 @@ async def no_task_left() -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def fake_cluster(
-    text: TextModel, *, prefill: int = 1, decode: int = 1, listed: bool = True, **deadlines: float
+    text: TextModel,
+    *,
+    prefill: int = 1,
+    decode: int = 1,
+    listed: bool = True,
+    stranger: Callable[[WorkerRecord], str] = lambda record: "",
+    **deadlines: float,
 ) -> AsyncIterator[FakeCluster]:
     """Runs the workers, lists and connects them; at the end proves that nothing is left, no task either."""
     chosen = replace(QUICK, **deadlines)
     metrics, registry, clock = RouterMetrics("test"), FakeRegistry(), Clock()
     index = PrefixIndex(None, "test", chosen, clock=clock)
-    workers = Workers(registry, index, "router-0", chosen, time.monotonic, metrics)
+    workers = Workers(registry, index, "router-0", chosen, time.monotonic, metrics, stranger=stranger)
     pipeline = Pipeline(workers, text, metrics, chosen, time.monotonic)
     cluster = FakeCluster(workers, pipeline, registry, index)
     cluster.clock = clock

@@ -1,6 +1,7 @@
 """Proves that workers come by their records, leave for good reasons only, and that even requests load them evenly."""
 
 import asyncio
+import logging
 import os
 import secrets
 import signal
@@ -15,11 +16,12 @@ from redis.asyncio import Redis
 from common.block_hash import BLOCK_SIZE
 from common.deadlines import Deadlines
 from common.discovery.redis_client import connect
-from common.discovery.registry import Registry
+from common.discovery.registry import Registry, WorkerRecord
 from common.errors import ContextLengthExceeded, HandoverError, NoWorker
 from common.rpc.pb import types_pb2
 from common.tasks import end
 from common.text.text_model import TextModel
+from router.__main__ import stranger
 from router.fleet.hashed_tokens import HashedTokens
 from router.fleet.prefix_index import LINGER_S, PrefixIndex
 from router.fleet.workers import Workers
@@ -28,7 +30,7 @@ from tests.support.fake_cluster import PROMPT, QUICK, FakeCluster, fake_cluster
 from tests.support.fake_turns import Turn, Words, accepting, honest
 from tests.support.fake_workers import FakeWorker
 from tests.support.redis_process import RedisServer
-from tests.support.redis_tools import eventually
+from tests.support.redis_tools import a_record, eventually
 
 ANSWER = [40, 41, 42, 43]
 LONG = tuple(range(10, 10 + 3 * BLOCK_SIZE))
@@ -62,6 +64,48 @@ async def test_readiness_says_what_is_missing(text: TextModel) -> None:
         assert cluster.workers.ready() == (True, "ready")
         cluster.registry.show(replace(decode.record, leaving=True))
         assert cluster.workers.ready() == (False, "no decode worker")
+
+
+async def test_workers_of_another_model_are_ignored_and_told_once(
+    text: TextModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two models in one namespace: each router takes its own, and a record that changes its mind comes in."""
+
+    def other(record: WorkerRecord) -> str:
+        return "" if record.served_model_name == "model" else f"it serves {record.served_model_name!r}"
+
+    caplog.set_level(logging.WARNING, "kvrelay")
+    async with fake_cluster(text, decode=2, listed=False, stranger=other) as cluster:
+        ours, theirs = [fake for fake in cluster.fakes if fake.role == "decode"]
+        prefill = next(fake.record for fake in cluster.fakes if fake.role == "prefill")
+        mine = replace(ours.record, served_model_name="model")
+        strange = replace(theirs.record, served_model_name="another")
+        for _ in range(3):
+            cluster.registry.show(replace(prefill, served_model_name="another"), strange)
+        assert cluster.workers.ready() == (False, "no decode worker (2 workers of other models are ignored)")
+        told = [record.getMessage() for record in caplog.records if "ignored" in record.getMessage()]
+        assert len(told) == 2
+        cluster.registry.show(replace(prefill, served_model_name="model"), mine, strange)
+        await eventually(lambda: names(cluster, "prefill") == {"prefill-0"})
+        await eventually(lambda: names(cluster, "decode") == {ours.record.worker_id})
+        assert (await cluster.answer([ANSWER])).tokens == [ANSWER]
+        assert not theirs.turns
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""),
+        ({"tokenizer": ""}, ""),  # an older worker doesn't tell
+        ({"model_revision": "another"}, ""),  # a rolling update
+        ({"served_model_name": "b"}, ""),
+        ({"served_model_name": "c"}, "it serves 'c', this router ['a', 'b']"),
+        ({"tokenizer": "other"}, "it has another tokenizer than this router"),
+    ],
+)
+def test_a_routers_workers_have_its_name_and_its_tokenizer(changes: dict[str, str], reason: str) -> None:
+    one = replace(a_record(served_model_name="a", tokenizer="words"), **changes)
+    assert stranger(one, {"a", "b"}, "words") == reason
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
