@@ -125,7 +125,7 @@ def test_fused_matrices_are_neighbours_in_the_file(model: Path):
     layer = load_weights(SafetensorsReader(model), load_config(model), "bfloat16").layers[1]
     maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith("model.safetensors")]
     ranges = [tuple(int(part, 16) for part in line.split()[0].split("-")) for line in maps]
-    for tensor in (layer.qkv, layer.gate_up):
+    for tensor in (*layer.qkv.tensors, *layer.mlp.gate_up.tensors):
         assert any(start <= tensor.data_ptr() < end for start, end in ranges)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from common.compute.linear_weight import LinearWeight
 from common.compute.readers.safetensors_reader import SafetensorsReader
 from common.compute.weights import ModelWeights, load_weights
 from common.errors import ModelError
@@ -14,6 +15,11 @@ from tests.support.checkpoints import make_random_checkpoint
 from tests.support.model_files import load_config
 
 FILE = "model.safetensors"
+
+
+def matrix(weight: LinearWeight) -> torch.Tensor:
+    """Of a dense weight."""
+    return weight.tensors[0]
 
 
 def load(directory: Path, dtype: str = "float32", **options: object) -> ModelWeights:
@@ -44,16 +50,18 @@ def test_weights_are_the_checkpoints(shards: int, tied: bool, dtype: str, tmp_pa
     named = {k: v for file in directory.glob("*.safetensors") for k, v in load_file(file).items()}
     expected = {name: tensor.to(getattr(torch, dtype)) for name, tensor in named.items()}
     weights = load(directory, dtype)
-    assert torch.equal(weights.embedding, expected["model.embed_tokens.weight"])
+    assert torch.equal(matrix(weights.embedding), expected["model.embed_tokens.weight"])
     assert torch.equal(weights.norm, expected["model.norm.weight"])
-    assert weights.head is weights.embedding if tied else torch.equal(weights.head, expected["lm_head.weight"])
+    assert weights.head is weights.embedding if tied else torch.equal(matrix(weights.head), expected["lm_head.weight"])
     for i, layer in enumerate(weights.layers):
         part = {name.removeprefix(f"model.layers.{i}."): tensor for name, tensor in expected.items()}
         q, k, v = (part[f"self_attn.{name}_proj.weight"] for name in "qkv")
-        assert torch.equal(layer.qkv, torch.cat([q, k, v]))
-        assert torch.equal(layer.gate_up, torch.cat([part["mlp.gate_proj.weight"], part["mlp.up_proj.weight"]]))
-        assert torch.equal(layer.out, part["self_attn.o_proj.weight"])
-        assert torch.equal(layer.down, part["mlp.down_proj.weight"])
+        assert torch.equal(matrix(layer.qkv), torch.cat([q, k, v]))
+        assert torch.equal(
+            matrix(layer.mlp.gate_up), torch.cat([part["mlp.gate_proj.weight"], part["mlp.up_proj.weight"]])
+        )
+        assert torch.equal(matrix(layer.out), part["self_attn.o_proj.weight"])
+        assert torch.equal(matrix(layer.mlp.down), part["mlp.down_proj.weight"])
         assert torch.equal(layer.input_norm, part["input_layernorm.weight"])
         assert torch.equal(layer.post_norm, part["post_attention_layernorm.weight"])
 
@@ -61,26 +69,29 @@ def test_weights_are_the_checkpoints(shards: int, tied: bool, dtype: str, tmp_pa
 def test_what_lies_together_is_mapped_as_one(tmp_path: Path):
     """The official library writes by name: gate and up are neighbours, q, k and v are not."""
     layer = load(make_random_checkpoint(tmp_path / "model")).layers[0]
-    assert all(is_mapped(tensor) for tensor in (layer.gate_up, layer.out, layer.down, layer.input_norm))
-    assert not is_mapped(layer.qkv)
+    assert all(
+        is_mapped(tensor)
+        for tensor in (matrix(layer.mlp.gate_up), matrix(layer.out), matrix(layer.mlp.down), layer.input_norm)
+    )
+    assert not is_mapped(matrix(layer.qkv))
 
 
 def test_another_dtype_is_a_copy(tmp_path: Path):
     layer = load(make_random_checkpoint(tmp_path / "model"), "bfloat16").layers[0]
-    assert not is_mapped(layer.gate_up)
+    assert not is_mapped(matrix(layer.mlp.gate_up))
 
 
 def test_a_file_with_odd_offsets_is_read_all_the_same(tmp_path: Path):
     """The format does not demand that data is aligned."""
     directory = make_random_checkpoint(tmp_path / "model")
-    expected = load(directory).layers[1].down.clone()
+    expected = load(directory).layers[1].mlp.down.tensors[0].clone()
     data = (directory / FILE).read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = data[8 : 8 + length].rstrip() + b" "
     header += b" " * (1 - (8 + len(header)) % 2)
     (directory / FILE).write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
     assert (8 + len(header)) % 2 == 1
-    assert torch.equal(load(directory).layers[1].down, expected)
+    assert torch.equal(load(directory).layers[1].mlp.down.tensors[0], expected)
 
 
 def test_progress_reaches_the_whole(tmp_path: Path):
@@ -134,4 +145,4 @@ def test_a_tied_head_and_old_constants_may_be_there(tmp_path: Path):
     embedding = load_file(directory / FILE)["model.embed_tokens.weight"]
     inv_freq = {f"model__layers__{i}__self_attn__rotary_emb__inv_freq": torch.ones(8) for i in range(2)}
     change(directory, lm_head__weight=embedding, **inv_freq)
-    assert load(directory).head.shape == (288, 64)
+    assert load(directory).head.tensors[0].shape == (288, 64)

@@ -2,14 +2,18 @@
 
 import logging
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 from common.block_hash import BLOCK_SIZE
+from common.compute.linear_weight import DenseWeight
 from common.compute.ops.choose import StepInput, choose_ops
 from common.compute.ops.reference.reference_ops import OPS, pad_rows
 from common.compute.ops.reference.step_plan import KEY_CHUNK, QUERY_TILE, prepare
+from common.compute.ops.table import UnknownWeight
 from common.model.config import LayerConfig, ModelConfig
 from common.model.rope import Rope
 from tests.support.model_tools import threads
@@ -254,12 +258,12 @@ def test_a_soft_cap_is_a_tanh():
 
 ROWS = [1, 2, 3, 5, 15, 16, 17, 31, 33, 100]
 OPERATIONS = {
-    "linear to 16": (48, lambda x, w: OPS.linear(x, w[:16, :48])),
-    "linear to 48": (48, lambda x, w: OPS.linear(x, w[:48, :48])),
-    "linear to 960": (576, lambda x, w: OPS.linear(x, w[:960])),
-    "linear from 1,536": (1536, lambda x, w: OPS.linear(x, w.view(-1, 1536)[:192])),
-    "linear with a bias": (48, lambda x, w: OPS.linear(x, w[:48, :48], w[0, :48])),
-    "logits": (64, lambda x, w: OPS.logits(x, w[:1008, :64])),
+    "linear to 16": (48, lambda x, w: OPS.linear(x, DenseWeight(w[:16, :48]))),
+    "linear to 48": (48, lambda x, w: OPS.linear(x, DenseWeight(w[:48, :48]))),
+    "linear to 960": (576, lambda x, w: OPS.linear(x, DenseWeight(w[:960]))),
+    "linear from 1,536": (1536, lambda x, w: OPS.linear(x, DenseWeight(w.view(-1, 1536)[:192]))),
+    "linear with a bias": (48, lambda x, w: OPS.linear(x, DenseWeight(w[:48, :48]), w[0, :48])),
+    "logits": (64, lambda x, w: OPS.logits(x, DenseWeight(w[:1008, :64]))),
     "rms_norm": (100, lambda x, w: OPS.rms_norm(x, w[0, :100].to(x.dtype), 1e-5)),
     "rms_norm of heads": (100, lambda x, w: OPS.rms_norm(x.view(-1, 10), w[0, :10], 1e-5).view(len(x), -1)),
     "rms_norm in float32": (100, lambda x, w: OPS.rms_norm(x, w[0, :100].float(), 1e-5)),
@@ -267,6 +271,22 @@ OPERATIONS = {
     "gelu_and_mul": (102, lambda x, w: OPS.gelu_and_mul(x)),
     "soft_cap": (99, lambda x, w: OPS.soft_cap(x.float(), 3.0)),
 }
+
+
+@dataclass
+class Strange:
+    kind: str = "strange"
+
+
+@pytest.mark.parametrize("operation", [OPS.linear, OPS.logits, lambda x, w: OPS.embedding(x.long(), w)])
+def test_a_kind_of_weight_without_a_product_is_refused_by_name(operation: Callable[..., torch.Tensor]):
+    with pytest.raises(UnknownWeight, match="strange"):
+        operation(torch.zeros(1, 4), Strange())
+
+
+def test_adapters_without_a_product_are_refused():
+    with pytest.raises(UnknownWeight, match="adapters"):
+        OPS.linear(torch.zeros(1, 4), DenseWeight(torch.zeros(2, 4)), None, torch.zeros(1, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
