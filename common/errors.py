@@ -1,6 +1,6 @@
-"""One tree of errors, with one mapping to HTTP and one to gRPC.
+"""One tree of errors, with one mapping to HTTP.
 
-An error crosses the wire as (code, message, field) and is the same class on the other side.
+Between processes an error travels in a message, as (code, message, field), and is the same class on the other side.
 """
 
 from typing import ClassVar
@@ -11,7 +11,6 @@ class KVRelayError(Exception):
 
     code: ClassVar[str] = "internal"
     http_status: ClassVar[int] = 500
-    grpc_status: ClassVar[str] = "INTERNAL"
     resumable: ClassVar[bool] = False  # the router may submit again with what it has sent
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
@@ -23,7 +22,7 @@ class KVRelayError(Exception):
 class InvalidRequest(KVRelayError):
     """The client's fault; nothing ran."""
 
-    code, http_status, grpc_status = "invalid_request", 400, "INVALID_ARGUMENT"
+    code, http_status = "invalid_request", 400
 
 
 class ContextLengthExceeded(InvalidRequest):
@@ -37,11 +36,11 @@ class SlowClient(InvalidRequest):
 
 
 class Unauthorized(KVRelayError):
-    code, http_status, grpc_status = "invalid_api_key", 401, "UNAUTHENTICATED"
+    code, http_status = "invalid_api_key", 401
 
 
 class NotFound(KVRelayError):
-    code, http_status, grpc_status = "not_found", 404, "NOT_FOUND"
+    code, http_status = "not_found", 404
 
 
 class ModelNotFound(NotFound):
@@ -51,7 +50,7 @@ class ModelNotFound(NotFound):
 class Overloaded(KVRelayError):
     """Refused before any work; `retry_after_s` goes into the Retry-After header."""
 
-    code, http_status, grpc_status, resumable = "overloaded", 429, "RESOURCE_EXHAUSTED", True
+    code, http_status, resumable = "overloaded", 429, True
 
     def __init__(self, message: str, *, field: str | None = None, retry_after_s: float = 1.0) -> None:
         super().__init__(message, field=field)
@@ -61,13 +60,13 @@ class Overloaded(KVRelayError):
 class Cancelled(KVRelayError):
     """The client left, or the sequence was aborted."""
 
-    code, http_status, grpc_status = "cancelled", 499, "CANCELLED"
+    code, http_status = "cancelled", 499
 
 
 class Timeout(KVRelayError):
     """A deadline of common/deadlines.py passed."""
 
-    code, http_status, grpc_status, resumable = "timeout", 504, "DEADLINE_EXCEEDED", True
+    code, http_status, resumable = "timeout", 504, True
 
 
 class RequestTimeout(Timeout):
@@ -79,7 +78,7 @@ class RequestTimeout(Timeout):
 class Unavailable(KVRelayError):
     """Nobody can serve this now."""
 
-    code, http_status, grpc_status = "unavailable", 503, "UNAVAILABLE"
+    code, http_status = "unavailable", 503
 
 
 class NoWorker(Unavailable):
@@ -111,7 +110,7 @@ class TokenMismatch(KVRelayError):
 class HandoverError(KVRelayError):
     """The KV could not be handed over; the request resumes by prefilling again."""
 
-    code, http_status, grpc_status, resumable = "handover_failed", 503, "FAILED_PRECONDITION", True
+    code, http_status, resumable = "handover_failed", 503, True
 
 
 class KVExpired(HandoverError):

@@ -8,11 +8,10 @@ from common.block_hash import BLOCK_SIZE
 from common.engine.batch import StepOutput
 from common.engine.sequence import Sequence
 from common.errors import HandoverError, InvalidRequest, RequestTimeout
-from common.rpc.convert import load_to_proto, scores_to_proto, token_to_proto
 from common.rpc.pb import decode_pb2, decode_pb2_grpc, types_pb2
+from common.worker.messages import load_to_proto, scores_to_proto, sequences_of, token_to_proto
 from common.worker.process import Worker
 from common.worker.relay import RelayServer, Session
-from common.worker.sequences import sequences_of
 from decode_svc.admission import Admission
 from kvtransfer.handle import KVHandle
 from kvtransfer.reader import KVReader
@@ -85,7 +84,7 @@ class DecodeService:
         self._attempts[key] = attempt
         limit = asyncio.timeout(self._deadlines.request_s)
         try:
-            session.send(accepted=types_pb2.Accepted(key=submission.key))
+            session.send(types_pb2.Accepted(key=submission.key))
             async with limit:
                 if handle is not None:
                     await self._admit(attempt, handle, sequences)
@@ -131,7 +130,7 @@ class DecodeService:
             queue_s=reserved - arrived,
             transport=stats.transport,
         )
-        attempt.session.send(admitted=admitted)
+        attempt.session.send(admitted)
         self.engine.abort(attempt.key, [fork.forks[0] for fork in forks if fork.forks[0] not in attempt.live])
 
     def abort_forks(self, key: str, forks: list[int]) -> bool:
@@ -149,7 +148,7 @@ class DecodeService:
         steps: dict[Session, decode_pb2.StepTokens] = {}
         for scores in output.scores:
             if attempt := self._attempts.get(scores.sequence.key):
-                attempt.session.send(prompt_logprobs=scores_to_proto(scores, attempt.request.key))
+                attempt.session.send(scores_to_proto(scores, attempt.request.key))
         for token in output.tokens:
             attempt = self._attempts.get(token.sequence.key)
             if attempt is None or token.fork not in attempt.live:
@@ -168,7 +167,7 @@ class DecodeService:
                 if not attempt.live and not attempt.done.done():
                     attempt.done.set_result(None)
         for session, step in steps.items():
-            session.send(step=step)
+            session.send(step)
         for sequence, error in output.failed:
             attempt = self._attempts.get(sequence.key)
             if attempt is not None and not attempt.done.done():

@@ -13,8 +13,7 @@ from common.rpc.convert import error_to_proto
 from common.rpc.pb import kv_pb2, kv_pb2_grpc
 from kvtransfer.handle import KVHandle
 from kvtransfer.lease import KVLease, LeaseTable
-from kvtransfer.transport import HolderTransport, Ticket
-from kvtransfer.transports.grpc import GrpcHolder
+from kvtransfer.transport import HolderTransport, Ticket, WriteFrame
 
 
 class KVHolder(kv_pb2_grpc.KVServicer):
@@ -82,10 +81,7 @@ class KVHolder(kv_pb2_grpc.KVServicer):
     async def Prove(self, request: kv_pb2.ProveRequest, context: Any) -> kv_pb2.ProveReply:
         try:
             self._check_epoch(request.epoch)
-            transport = self._transports.get(request.transport)
-            if transport is None:
-                raise TransportUnavailable(f"this holder has no transport {request.transport!r}", field="transport")
-            if not transport.verify(request.proof):
+            if not self._transport(request.transport).verify(request.proof):
                 raise TransportUnavailable("the proof is wrong: that was not this holder's memory", field="proof")
         except KVRelayError as error:
             return kv_pb2.ProveReply(error=error_to_proto(error))
@@ -118,16 +114,19 @@ class KVHolder(kv_pb2_grpc.KVServicer):
         # What was written last is still on its way: gRPC ends the call when it is read, or at the call's deadline.
         await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "the reader took no frame for too long")
 
-    async def _send(self, request: kv_pb2.PullRequest, write: Callable[[kv_pb2.Frame], Awaitable[None]]) -> None:
+    async def _send(self, request: kv_pb2.PullRequest, write: WriteFrame) -> None:
         ticket = Ticket(request.handle_id, request.epoch, request.reader_id)
         try:
             self._table.check_reader(*ticket, request.block_ids)
-            transport = self._transports.get(GrpcHolder.name)
-            if not isinstance(transport, GrpcHolder):
-                raise TransportUnavailable("this holder sends no blocks", field="transport")
+            transport = self._transport(request.transport)
             await transport.send(request.block_ids, lambda: self._table.check_reader(*ticket), write)
         except KVRelayError as error:
             await write(kv_pb2.Frame(error=error_to_proto(error)))
+
+    def _transport(self, name: str) -> HolderTransport:
+        if name not in self._transports:
+            raise TransportUnavailable(f"this holder has no transport {name[:40]!r}", field="transport")
+        return self._transports[name]
 
     def _check_epoch(self, epoch: int) -> None:
         if epoch != self._table.epoch:

@@ -1,7 +1,7 @@
 """How blocks get from a holder's pool into a reader's: the contract of a transport, and all of them by name."""
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, cast
@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol, cast
 import grpc
 
 from common.errors import ConfigError, TransportUnavailable
+from common.rpc.pb import kv_pb2
 
 AUTO = "auto"
 # Best first; a module is imported when its transport is wanted.
@@ -62,8 +63,11 @@ class Offer:
         return values
 
 
+WriteFrame = Callable[[kv_pb2.Frame], Awaitable[None]]
+
+
 class HolderTransport(Protocol):
-    """The holder's half: says how to reach the pool and checks that a reader did."""
+    """The holder's half: says how to reach the pool, checks that a reader did, and sends to those who can't copy."""
 
     @property
     def name(self) -> str: ...
@@ -71,6 +75,13 @@ class HolderTransport(Protocol):
     def offer(self) -> Offer: ...
 
     def verify(self, proof: bytes) -> bool: ...
+
+    async def send(self, block_ids: Sequence[int], check: Callable[[], None], write: WriteFrame) -> None:
+        """Answers a reader's Pull; `check` raises once the blocks are not held for it any more.
+
+        Not by transports whose readers copy by themselves: raises TransportUnavailable.
+        """
+        raise TransportUnavailable(f"readers of {self.name} copy the blocks, none are sent", field="transport")
 
 
 class Ticket(NamedTuple):

@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 from common.engine.batch import StepOutput, TokenOutput
 from common.engine.sequence import Sequence
 from common.errors import InvalidRequest, KVRelayError, Overloaded, RequestTimeout
-from common.rpc.convert import load_to_proto, scores_to_proto, token_to_proto
 from common.rpc.pb import kv_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
 from common.tasks import end
+from common.worker.messages import load_to_proto, scores_to_proto, sequences_of, token_to_proto
 from common.worker.process import Worker
 from common.worker.relay import RelayServer, Session
-from common.worker.sequences import sequences_of
 from kvtransfer.holder import KVHolder
 from kvtransfer.lease import LeaseTable
 
@@ -95,7 +94,7 @@ class PrefillService:
         attempt = Prefilling(submission, session, sequence, asyncio.get_running_loop().create_future())
         self._attempts[key] = attempt
         try:
-            session.send(accepted=types_pb2.Accepted(key=submission.key))
+            session.send(types_pb2.Accepted(key=submission.key))
             self.engine.add(sequence)
             try:
                 async with asyncio.timeout(self._deadlines.request_s):
@@ -134,7 +133,7 @@ class PrefillService:
                 lease, address=self.info.address, request_id=key.request_id, attempt=key.attempt
             )
             first.handle.CopyFrom(handle.to_proto())
-        attempt.session.send(first_tokens=first)
+        attempt.session.send(first)
 
     def on_output(self, output: StepOutput) -> None:
         """Takes one step's results to the attempts they belong to; blocks that nobody waits for are freed."""
@@ -143,10 +142,10 @@ class PrefillService:
                 progress = prefill_pb2.Progress(
                     key=attempt.request.key, computed_tokens=computed, total_tokens=sequence.num_tokens
                 )
-                attempt.session.send(progress=progress)
+                attempt.session.send(progress)
         for scores in output.scores:
             if attempt := self._attempts.get(scores.sequence.key):
-                attempt.session.send(prompt_logprobs=scores_to_proto(scores, attempt.request.key))
+                attempt.session.send(scores_to_proto(scores, attempt.request.key))
         tokens: dict[str, list[TokenOutput]] = {}
         for token in output.tokens:
             tokens.setdefault(token.sequence.key, []).append(token)

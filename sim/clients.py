@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import KVRelayError
 from common.rpc.pb import decode_pb2
-from router.fleet.worker_client import AttemptStream
+from router.fleet.worker_client import AttemptEvent, AttemptStream
 from sim import invariants
 from sim.cluster import SimRouter
 from sim.network import Link
@@ -101,13 +101,13 @@ class Clients:
     def watched(self, get_next: Callable[..., Any]) -> Callable[..., Any]:
         """An attempt is told of its own events only."""
 
-        async def next_event(stream: AttemptStream, patience_s: float) -> tuple[str, Any]:
-            kind, message = await get_next(stream, patience_s)
-            key = (message.key.request_id, message.key.attempt)
+        async def next_event(stream: AttemptStream, patience_s: float) -> AttemptEvent:
+            event: AttemptEvent = await get_next(stream, patience_s)
+            key = (event.key.request_id, event.key.attempt)
             self._world.counts["events"] += 1
             if stream.client._attempts.get(key) is not stream:
                 self._world.violate(f"an attempt was given an event of {key}")
-            return kind, message
+            return event
 
         return next_event
 

@@ -10,7 +10,7 @@ from concurrent.futures import Executor, Future
 from typing import Any
 
 from common.errors import HandoverError, TransportUnavailable
-from kvtransfer.transport import BlockMemory, Offer, OnMoved, Ticket, Transport
+from kvtransfer.transport import BlockMemory, HolderTransport, Offer, OnMoved, Ticket, Transport
 from kvtransfer.transports.grpc import GrpcHolder, GrpcReader, Incoming
 from sim.toy import BLOCK_BYTES, ToyPool
 from sim.virtual_time import SimLoop
@@ -45,7 +45,7 @@ class Machine:
         return {"shm": [shm], "grpc": [frames], "both": [shm, frames]}[self.kind]
 
 
-class MachineHolder:
+class MachineHolder(HolderTransport):
     name = "shm"
 
     def __init__(self, machine: Machine, pool: ToyPool) -> None:

@@ -11,7 +11,7 @@ from common.model.config import JsonFile
 from common.model.safetensors_header import read_checkpoint
 
 SAMPLED_BYTES = 4096  # of each tensor: enough to tell a fine-tune apart, little enough to read at each start
-WIRE_VERSION = 2  # of proto/; raised when old and new peers would misread each other
+WIRE_VERSION = 3  # of proto/; raised when old and new peers would misread each other
 
 
 def add_to_digest(digest: "hashlib._Hash", *parts: bytes) -> None:

@@ -1,9 +1,33 @@
-"""Between wire messages and the engine's dataclasses, one pair of functions a noun."""
+"""Between wire messages and what both sides know beneath them, one pair of functions a noun."""
 
-from common.engine.batch import EngineLoad, PromptScores, TokenOutput
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
 from common.errors import InvalidRequest, KVRelayError, from_wire
 from common.rpc.pb import types_pb2
 from common.sampling import FinishReason, Logprob, SamplingParams
+
+Envelope = TypeVar("Envelope", bound=Message)
+FINISH_REASONS = {
+    FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: types_pb2.FINISH_REASON_LENGTH,
+}
+FINISHED = {number: reason for reason, number in FINISH_REASONS.items()}
+
+
+def envelopes(kind: type[Envelope]) -> Callable[[Message], Envelope]:
+    """Puts a message into such an envelope (a command or an event), under the one field of its type."""
+    [oneof] = kind.DESCRIPTOR.oneofs
+    names = {field.message_type.full_name: field.name for field in oneof.fields if field.message_type is not None}
+    return lambda message: kind(**{names[message.DESCRIPTOR.full_name]: message})
+
+
+def content_of(envelope: Message) -> Any:
+    """The message in a command or an event, to be matched by its type; None: nothing, or what only newer peers know."""
+    name = envelope.WhichOneof(envelope.DESCRIPTOR.oneofs[0].name)
+    return None if name is None else getattr(envelope, name)
 
 
 def params_to_proto(params: SamplingParams) -> types_pb2.SamplingParams:
@@ -61,36 +85,23 @@ def logprob_from_proto(message: types_pb2.Logprob) -> Logprob:
     return Logprob(message.token_id, message.logprob, message.rank)
 
 
-def scores_to_proto(scores: PromptScores, key: types_pb2.AttemptKey) -> types_pb2.PromptLogprobs:
-    tokens = [types_pb2.TokenLogprobs(logprobs=map(logprob_to_proto, token)) for token in scores.logprobs]
-    return types_pb2.PromptLogprobs(key=key, first=scores.first, tokens=tokens)
-
-
 def scores_from_proto(message: types_pb2.PromptLogprobs) -> list[tuple[Logprob, ...]]:
     """Of the tokens from message.first on."""
     return [tuple(map(logprob_from_proto, token.logprobs)) for token in message.tokens]
 
 
-def token_to_proto(token: TokenOutput) -> types_pb2.Token:
-    """Without the sequence: the message around it says whose token it is."""
-    return types_pb2.Token(
-        fork=token.fork,
-        index=token.index,
-        token_id=token.sample.token_id,
-        logprobs=[logprob_to_proto(logprob) for logprob in token.sample.logprobs],
-        finish_reason=token.finish_reason or "",
-        stop_token_id=token.stop_token_id,
-    )
+def finish_reason_to_proto(reason: FinishReason | None) -> types_pb2.FinishReason:
+    return types_pb2.FINISH_REASON_UNSPECIFIED if reason is None else FINISH_REASONS[reason]
 
 
 def finish_reason_from_proto(message: types_pb2.Token) -> FinishReason | None:
     """None: the fork goes on. Raises KVRelayError for an unknown reason."""
-    if not message.finish_reason:
+    number = message.finish_reason
+    if number == types_pb2.FINISH_REASON_UNSPECIFIED:
         return None
-    try:
-        return FinishReason(message.finish_reason)
-    except ValueError as error:
-        raise KVRelayError(f"unknown finish reason {message.finish_reason[:40]!r}", field="finish_reason") from error
+    if number not in FINISHED:
+        raise KVRelayError(f"unknown finish reason {number}", field="finish_reason")
+    return FINISHED[number]
 
 
 def error_to_proto(error: KVRelayError) -> types_pb2.Error:
@@ -100,17 +111,3 @@ def error_to_proto(error: KVRelayError) -> types_pb2.Error:
 def error_from_proto(message: types_pb2.Error) -> KVRelayError:
     """The same class as on the other side; an unknown code is a plain KVRelayError."""
     return from_wire(message.code, message.message, message.field)
-
-
-def load_to_proto(load: EngineLoad, *, held_blocks: int = 0, moved_bytes: int = 0) -> types_pb2.Load:
-    """The engine's counts, the blocks that its service holds under leases, and what it has copied from others."""
-    return types_pb2.Load(
-        running=load.running,
-        waiting=load.waiting,
-        waiting_tokens=load.waiting_tokens,
-        total_blocks=load.total_blocks,
-        free_blocks=load.free_blocks,
-        held_blocks=held_blocks,
-        reserved_blocks=load.reserved_blocks,
-        progress=load.steps + moved_bytes,
-    )

@@ -9,15 +9,18 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from google.protobuf.message import Message
+
 from common.errors import Draining, EpochMismatch, FingerprintMismatch, InvalidRequest, KVRelayError, StaleAttempt
 from common.log import get_logger, log_event
-from common.rpc.convert import error_to_proto
-from common.rpc.pb import types_pb2
+from common.rpc.convert import content_of, envelopes, error_to_proto
+from common.rpc.pb import decode_pb2, types_pb2
 from common.tasks import end
 from common.worker.health import Health
 
 log = get_logger("relay")
 MAX_REQUEST_ID = 512  # characters; a KV handle takes no more
+Submit = types_pb2.Submission | decode_pb2.DecodeSubmission
 
 
 class RelayContext(Protocol):
@@ -29,16 +32,16 @@ class RelayContext(Protocol):
 class Session:
     """One router's stream, as an attempt sees it."""
 
-    def __init__(self, event_type: Callable[..., Any]) -> None:
+    def __init__(self, as_event: Callable[[Message], Any]) -> None:
         self.router_id = ""
-        self.event_type = event_type
+        self._as_event = as_event
         self.outgoing: asyncio.Queue[Any] = asyncio.Queue()  # None: no more commands come
         self.writing = False  # an event is on its way out
         self.tasks: set[asyncio.Task[None]] = set()  # of its attempts
 
-    def send(self, **event: Any) -> None:
-        """Queues one event, named by its field: send(accepted=...). Never blocks."""
-        self.outgoing.put_nowait(self.event_type(**event))
+    def send(self, message: Message) -> None:
+        """Queues one event. Never blocks."""
+        self.outgoing.put_nowait(self._as_event(message))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class Attempt:
 
 
 class RelayServer:
-    """Runs `serve(command, session, key)` for each submission; it ends when the attempt has.
+    """Runs `serve(submit, session, key)` for each submission; it ends when the attempt has.
 
     `serve` leaves nothing behind, however it ends: the server cancels it on an abort, on a newer
     attempt (which begins only after that), and when the stream breaks. `abort_forks(key, forks)`
@@ -61,7 +64,7 @@ class RelayServer:
         *,
         epoch: int,
         fingerprint: str,
-        event_type: Callable[..., Any],
+        event_type: type[Message],
         serve: Callable[[Any, Session, str], Awaitable[None]],
         abort_forks: Callable[[str, list[int]], bool],
         load: Callable[[], types_pb2.Load],
@@ -71,6 +74,7 @@ class RelayServer:
         self.epoch = epoch
         self.fingerprint = fingerprint
         self._event_type = event_type
+        self._as_event = envelopes(event_type)
         self._serve = serve
         self._abort_forks = abort_forks
         self._load = load
@@ -93,8 +97,8 @@ class RelayServer:
 
     async def Relay(self, commands: AsyncIterator[Any], context: RelayContext) -> None:
         """The RPC: commands in, events out, each with the load; a heartbeat when there is nothing else."""
-        session = Session(self._event_type)
-        session.send(welcome=types_pb2.Welcome(epoch=self.epoch, fingerprint=self.fingerprint))
+        session = Session(self._as_event)
+        session.send(types_pb2.Welcome(epoch=self.epoch, fingerprint=self.fingerprint))
         reader = asyncio.create_task(self._read(commands, session))
         self._sessions.add(session)
         try:
@@ -118,20 +122,20 @@ class RelayServer:
     async def _read(self, commands: AsyncIterator[Any], session: Session) -> None:
         try:
             async for command in commands:
-                kind = command.WhichOneof("command")
-                if kind == "hello":
-                    session.router_id = session.router_id or command.hello.router_id
-                elif kind == "submit":
-                    self._submit(command.submit, session)
-                elif kind == "abort":
-                    self._abort(command.abort, session)
+                match content_of(command):
+                    case types_pb2.Hello() as hello:
+                        session.router_id = session.router_id or hello.router_id
+                    case types_pb2.Abort() as abort:
+                        self._abort(abort, session)
+                    case types_pb2.Submission() | decode_pb2.DecodeSubmission() as submit:
+                        self._submit(submit, session)
         except Exception as error:
             log_event(log, logging.ERROR, "stream can't be read", exc_info=error)
         finally:
             session.outgoing.put_nowait(None)
 
-    def _submit(self, command: Any, session: Session) -> None:
-        key = submission_of(command).key
+    def _submit(self, submit: Submit, session: Session) -> None:
+        key = submission_of(submit).key
         owner = (session.router_id, key.request_id)
         older = self._attempts.get(owner, [])
         if older and key.attempt <= older[-1].number:
@@ -142,7 +146,7 @@ class RelayServer:
         for task in leaving:
             task.cancel()
         name = f"{session.router_id}/{key.request_id}/{key.attempt}"
-        task = asyncio.create_task(self._run(command, session, name, leaving))
+        task = asyncio.create_task(self._run(submit, session, name, leaving))
         self._attempts[owner] = [*older, Attempt(key.attempt, name, task)]
         session.tasks.add(task)
         task.add_done_callback(session.tasks.discard)
@@ -161,13 +165,13 @@ class RelayServer:
         if not abort.forks or not self._abort_forks(newest.key, list(abort.forks)):
             newest.task.cancel()
 
-    async def _run(self, command: Any, session: Session, name: str, leaving: Sequence[asyncio.Task[None]]) -> None:
-        submission = submission_of(command)
+    async def _run(self, submit: Submit, session: Session, name: str, leaving: Sequence[asyncio.Task[None]]) -> None:
+        submission = submission_of(submit)
         try:
             if leaving:
                 await asyncio.wait(leaving)
             self._check(submission, session)
-            await self._serve(command, session, name)
+            await self._serve(submit, session, name)
         except KVRelayError as error:
             self._fail(submission.key, session, error)
         except Exception as error:
@@ -175,7 +179,7 @@ class RelayServer:
             self._fail(submission.key, session, KVRelayError(f"internal error: {type(error).__name__}"))
 
     def _fail(self, key: types_pb2.AttemptKey, session: Session, error: KVRelayError) -> None:
-        session.send(failed=types_pb2.Failed(key=key, error=error_to_proto(error)))
+        session.send(types_pb2.Failed(key=key, error=error_to_proto(error)))
 
     def _check(self, submission: types_pb2.Submission, session: Session) -> None:
         if self._health.draining:
@@ -190,6 +194,6 @@ class RelayServer:
             raise InvalidRequest(f"request_id must have 1 to {MAX_REQUEST_ID} characters", field="request_id")
 
 
-def submission_of(command: Any) -> types_pb2.Submission:
-    """The submission in a prefill or decode submit."""
-    return command if isinstance(command, types_pb2.Submission) else command.submission
+def submission_of(submit: Submit) -> types_pb2.Submission:
+    """What both pools' submits have."""
+    return submit if isinstance(submit, types_pb2.Submission) else submit.submission

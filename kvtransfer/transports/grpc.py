@@ -8,7 +8,7 @@ import asyncio
 import hmac
 import secrets
 import zlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -21,17 +21,16 @@ from common.errors import HandoverError, TransportUnavailable
 from common.rpc.convert import error_from_proto
 from common.rpc.pb import kv_pb2
 from kvtransfer.copying import check_pairs, in_thread, pieces
-from kvtransfer.transport import BlockMemory, Offer, OnMoved, Ticket, Transport
+from kvtransfer.transport import BlockMemory, HolderTransport, Offer, OnMoved, Ticket, Transport, WriteFrame
 
 NAME = "grpc"
 PULL = "/kvrelay.v1.KV/Pull"
 MAX_FRAME_BYTES = 2**20  # of data, that a reader takes
 FRAME_BYTES = MAX_FRAME_BYTES  # that a holder sends
-PULL_S = 600.0  # the call at most; the claim watches its progress, and the holder its lease
 NONCE_BYTES = 32
 
 
-class GrpcHolder:
+class GrpcHolder(HolderTransport):
     """Offers any pool. The nonce shows that a reader's calls reach the process that made the offer."""
 
     name = NAME
@@ -48,9 +47,7 @@ class GrpcHolder:
     def verify(self, proof: bytes) -> bool:
         return hmac.compare_digest(proof, self._nonce)
 
-    async def send(
-        self, block_ids: Sequence[int], check: Callable[[], None], write: Callable[[kv_pb2.Frame], Awaitable[None]]
-    ) -> None:
+    async def send(self, block_ids: Sequence[int], check: Callable[[], None], write: WriteFrame) -> None:
         """Writes the blocks as frames. None leaves that was made after its blocks were freed: check raises."""
         total = len(block_ids) * self._pool.block_bytes
         for offset in range(0, total, FRAME_BYTES):
@@ -87,11 +84,12 @@ class GrpcReader:
             epoch=ticket.epoch,
             reader_id=ticket.reader_id,
             block_ids=[source for source, _ in pairs],
+            transport=NAME,
         )
         incoming = Incoming([target for _, target in pairs], pool, progress)
         progress(0)
         try:
-            call = self._pull(request, timeout=PULL_S)
+            call = self._pull(request)  # the claim ends it when nothing comes, the holder when its lease ends
         except grpc.aio.UsageError as error:
             raise HandoverError("the stream of blocks broke: the channel is closed") from error
         cancellations = _cancellations()

@@ -17,7 +17,7 @@ import numpy as np
 
 from common.errors import HandoverError, TransportUnavailable
 from kvtransfer.copying import check_pairs, in_turns
-from kvtransfer.transport import BlockMemory, HolderPool, Offer, OnMoved, Ticket, Transport
+from kvtransfer.transport import BlockMemory, HolderPool, HolderTransport, Offer, OnMoved, Ticket, Transport
 
 NAME = "shm"
 SLICE_BYTES = 4 * 2**20  # copied between two looks at the stop flag, about 1 ms
@@ -26,7 +26,7 @@ MAX_NONCE_BYTES = 4096
 PARAMS = ("pid", "started", "fd", "size", "nonce_bytes", "blocks_offset", "block_bytes", "num_blocks")
 
 
-class ShmHolder:
+class ShmHolder(HolderTransport):
     """Offers a pool in a memfd."""
 
     name = NAME

@@ -13,7 +13,7 @@ from common.discovery.registry import WorkerRecord
 from common.errors import KVRelayError, Timeout, WorkerLost
 from common.log import get_logger, log_event
 from common.rpc.channel import OpenChannel, open_channel
-from common.rpc.convert import error_from_proto
+from common.rpc.convert import content_of, error_from_proto
 from common.rpc.pb import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
 from common.tasks import end
 from kvtransfer.holder_client import HolderClient
@@ -25,8 +25,19 @@ ROLES: dict[str, tuple[Any, Any]] = {
     "prefill": (prefill_pb2_grpc.PrefillStub, prefill_pb2.PrefillCommand),
     "decode": (decode_pb2_grpc.DecodeStub, decode_pb2.DecodeCommand),
 }
+AttemptEvent = (
+    types_pb2.Accepted
+    | types_pb2.PromptLogprobs
+    | prefill_pb2.Progress
+    | prefill_pb2.FirstTokens
+    | decode_pb2.Admitted
+    | decode_pb2.SequenceTokens
+)
 # events after which the worker's load has the attempt in it
-COUNTED = {"prefill": ("accepted",), "decode": ("admitted", "tokens")}
+COUNTED: dict[str, tuple[type, ...]] = {
+    "prefill": (types_pb2.Accepted,),
+    "decode": (decode_pb2.Admitted, decode_pb2.SequenceTokens),
+}
 
 
 class AttemptStream:
@@ -35,12 +46,12 @@ class AttemptStream:
     def __init__(self, client: "WorkerClient", charged_tokens: int, num_forks: int) -> None:
         self.client = client
         self.num_forks = num_forks  # that are not finished
-        self.events: asyncio.Queue[tuple[str, Any] | KVRelayError] = asyncio.Queue()
+        self.events: asyncio.Queue[AttemptEvent | KVRelayError] = asyncio.Queue()
         self.charged_tokens = charged_tokens  # until the worker's own load counts them
         self.ended = False  # the worker has nothing more of it: no abort is needed
 
-    async def next(self, patience_s: float) -> tuple[str, Any]:
-        """The next event as (kind, message); raises what the worker or the stream failed with.
+    async def next(self, patience_s: float) -> AttemptEvent:
+        """The next event, to be matched by its type; raises what the worker or the stream failed with.
 
         Timeout is raised when patience_s pass without one while the worker shows no progress at all.
         """
@@ -216,20 +227,20 @@ class WorkerClient:
             await call.write(await outgoing.get())
 
     def _take(self, event: Any) -> None:
-        kind = event.WhichOneof("event")
-        if kind is None:
+        message = content_of(event)
+        if message is None:
             return  # a heartbeat
-        message = getattr(event, kind)
         self._progress_s = self._heard_s
-        if kind == "welcome":
-            self._meet(message)
-        elif kind == "step":
-            for tokens in message.sequences:
-                self._deliver(tokens.key, ("tokens", tokens))
-        elif kind == "failed":
-            self._deliver(message.key, error_from_proto(message.error))
-        else:
-            self._deliver(message.key, (kind, message))
+        match message:
+            case types_pb2.Welcome():
+                self._meet(message)
+            case decode_pb2.StepTokens():
+                for tokens in message.sequences:
+                    self._deliver(tokens.key, tokens)
+            case types_pb2.Failed():
+                self._deliver(message.key, error_from_proto(message.error))
+            case _:
+                self._deliver(message.key, message)
 
     def _meet(self, welcome: types_pb2.Welcome) -> None:
         if (welcome.epoch, welcome.fingerprint) != (self.record.epoch, self.record.fingerprint):
@@ -239,16 +250,16 @@ class WorkerClient:
         log_event(log, logging.INFO, "worker connected", worker=self.record.worker_id, address=self.record.address)
         self._on_change()
 
-    def _deliver(self, key: types_pb2.AttemptKey, event: tuple[str, Any] | KVRelayError) -> None:
+    def _deliver(self, key: types_pb2.AttemptKey, event: AttemptEvent | KVRelayError) -> None:
         stream = self._attempts.get((key.request_id, key.attempt))
         if stream is None:
             self._drop(event)
             return
-        if not isinstance(event, KVRelayError) and event[0] in COUNTED[self.record.role]:
+        if isinstance(event, COUNTED[self.record.role]):
             stream.charged_tokens = 0
         stream.events.put_nowait(event)
 
-    def _drop(self, event: tuple[str, Any] | KVRelayError) -> None:
+    def _drop(self, event: AttemptEvent | KVRelayError) -> None:
         """A late event is a no-op, but blocks that came with it are not to be held for nobody."""
-        if not isinstance(event, KVRelayError) and event[0] == "first_tokens" and event[1].HasField("handle"):
-            self.release(event[1].handle.id, event[1].handle.epoch)
+        if isinstance(event, prefill_pb2.FirstTokens) and event.HasField("handle"):
+            self.release(event.handle.id, event.handle.epoch)

@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, cast
+from typing import Any
 
 from common.deadlines import Deadlines
 from common.errors import HandoverError, KVRelayError, Overloaded, RequestTimeout
@@ -175,14 +175,13 @@ class Pipeline:
         command = prefill_pb2.PrefillCommand(submit=submission)
         with run.blaming(client), client.attempt(key, command, num_tokens) as stream:
             while True:
-                kind, message = await stream.next(patience_s)
-                if kind == "prompt_logprobs":
-                    run.note_prompt_logprobs(message)
-                elif kind == "first_tokens":
-                    break
-            stream.ended = True
-        run.note_prefill(message, client.record.worker_id)
-        return cast(prefill_pb2.FirstTokens, message)
+                match await stream.next(patience_s):
+                    case types_pb2.PromptLogprobs() as scores:
+                        run.note_prompt_logprobs(scores)
+                    case prefill_pb2.FirstTokens() as first:
+                        stream.ended = True
+                        run.note_prefill(first, client.record.worker_id)
+                        return first
 
     def _prefill_patience_s(self, client: WorkerClient, num_tokens: int) -> float:
         """For a worker that has these tokens to compute, after those that it has already."""
@@ -203,24 +202,24 @@ class Pipeline:
         patience_s = self._deadlines.decode_token_s if kept else self._prefill_patience_s(client, len(context))
         with run.blaming(client), client.attempt(key, command, len(context), len(live)) as stream:
             while live:
-                kind, message = await stream.next(patience_s)
-                if kind == "prompt_logprobs":
-                    run.note_prompt_logprobs(message)
-                elif kind == "admitted":
-                    run.note_handover(message)
-                    if kept:
-                        kept.taken = True
-                elif kind == "tokens":
-                    patience_s = self._deadlines.decode_token_s
-                    if message.prefill_s and kept is None:
-                        run.note_prefill(message, client.record.worker_id)
-                    for token in message.tokens:
-                        run.accept(token)
-                        if token.fork in live and run.answers[token.fork].finished:
-                            live.discard(token.fork)
-                            if not token.finish_reason:  # a stop string, which only the router knows
-                                client.abort(key, (token.fork,))
-                    stream.num_forks = len(live)
+                match await stream.next(patience_s):
+                    case types_pb2.PromptLogprobs() as scores:
+                        run.note_prompt_logprobs(scores)
+                    case decode_pb2.Admitted() as admitted:
+                        run.note_handover(admitted)
+                        if kept:
+                            kept.taken = True
+                    case decode_pb2.SequenceTokens() as step:
+                        patience_s = self._deadlines.decode_token_s
+                        if step.prefill_s and kept is None:
+                            run.note_prefill(step, client.record.worker_id)
+                        for token in step.tokens:
+                            run.accept(token)
+                            if token.fork in live and run.answers[token.fork].finished:
+                                live.discard(token.fork)
+                                if not token.finish_reason:  # a stop string, which only the router knows
+                                    client.abort(key, (token.fork,))
+                        stream.num_forks = len(live)
             stream.ended = True
 
     def _report(self, run: RequestRun) -> None:

@@ -13,6 +13,7 @@ import pytest_asyncio
 import torch
 
 from common.block_hash import BLOCK_SIZE
+from common.rpc.convert import finish_reason_from_proto
 from common.rpc.pb import kv_pb2, prefill_pb2
 from common.sampling import SamplingParams
 from decode_svc.service import DecodeService
@@ -155,7 +156,7 @@ async def test_events_come_in_order_and_tokens_are_numbered_without_gaps(
     kinds = [kind for kind, _ in stream.of()]
     assert kinds == ["accepted", "admitted", *["tokens"] * (GREEDY.max_tokens - 1)]
     assert [token.index for token in tokens] == list(range(1, GREEDY.max_tokens))
-    assert [token.finish_reason for token in tokens] == [""] * (len(tokens) - 1) + ["length"]
+    assert [finish_reason_from_proto(token) for token in tokens] == [None] * (len(tokens) - 1) + ["length"]
     admitted = await stream.event("admitted")
     blocks = -(-length // BLOCK_SIZE)
     assert (admitted.transport, admitted.bytes) == ("shm", blocks * one.worker.built.layout.block_bytes)

@@ -15,6 +15,7 @@ import torch
 from common.block_hash import BLOCK_SIZE
 from common.deadlines import Deadlines
 from common.errors import EpochMismatch, FingerprintMismatch, HandleTaken, KVExpired, KVRelayError, TransportUnavailable
+from common.rpc.convert import finish_reason_from_proto
 from common.sampling import SamplingParams
 from kvtransfer.holder_client import HolderClient
 from kvtransfer.lease import ROUTER
@@ -109,7 +110,7 @@ async def test_events_come_in_order_and_the_handle_says_what_is_held(
     progress = [(m.computed_tokens, m.total_tokens) for kind, m in stream.of() if kind == "progress"]
     assert progress == [(CHUNK * (i + 1), length) for i in range(chunks - 1)]
     [token] = first.tokens
-    assert (token.fork, token.index, token.finish_reason) == (0, 0, "")
+    assert (token.fork, token.index, finish_reason_from_proto(token)) == (0, 0, None)
     handle, info = first.handle, one.worker.info
     assert (handle.address, handle.epoch, handle.fingerprint) == (info.address, info.epoch, info.fingerprint)
     assert (handle.num_tokens, len(set(handle.block_ids))) == (length, -(-length // BLOCK_SIZE))
@@ -150,7 +151,7 @@ async def test_an_answer_of_one_token_leaves_nothing_held(
     await stream.submit(prompt(length), params=params)
     first = await stream.event("first_tokens")
     [token] = first.tokens
-    assert (token.token_id, token.finish_reason) == (token_id, reason)
+    assert (token.token_id, finish_reason_from_proto(token)) == (token_id, reason)
     assert (token.stop_token_id if token.HasField("stop_token_id") else None) == stop_token_id
     assert not first.HasField("handle")
     assert service.leases.num_granted == granted
@@ -169,7 +170,7 @@ async def test_eos_that_does_not_count_goes_on(
 ) -> None:
     await stream.submit(prompt(20), params=params)
     first = await stream.event("first_tokens")
-    assert [token.finish_reason for token in first.tokens] == [""]
+    assert [finish_reason_from_proto(token) for token in first.tokens] == [None]
     await release(holder, first)
 
 
@@ -182,7 +183,7 @@ async def test_forks_that_end_at_once_leave_the_handle_to_the_others(
     await stream.submit(prompt(33), forks=forks, params=params)
     first = await stream.event("first_tokens")
     assert [token.fork for token in first.tokens] == [0, 1, 2, 3, 9, 12]
-    assert {token.token_id: token.finish_reason for token in first.tokens} == {EOS: "stop", ONE: ""}
+    assert {token.token_id: finish_reason_from_proto(token) for token in first.tokens} == {EOS: "stop", ONE: None}
     assert (first.handle.num_tokens, len(first.handle.block_ids)) == (33, 3)
     assert service.leases.held_blocks == 3
     await release(holder, first)
@@ -192,7 +193,7 @@ async def test_forks_that_all_end_at_once_leave_nothing_held(stream: WorkerStrea
     params = SamplingParams(max_tokens=9, temperature=1.0, seed=3, logit_bias=((EOS, 100.0),))
     await stream.submit(prompt(33), forks=[(0, ()), (1, ())], params=params)
     first = await stream.event("first_tokens")
-    assert [(token.fork, token.finish_reason) for token in first.tokens] == [(0, "stop"), (1, "stop")]
+    assert [(token.fork, finish_reason_from_proto(token)) for token in first.tokens] == [(0, "stop"), (1, "stop")]
     assert not first.HasField("handle")
 
 
@@ -213,8 +214,8 @@ async def test_a_resume_samples_the_token_that_the_uninterrupted_run_does(
         first = await stream.event("first_tokens", name)
         [token] = first.tokens
         assert (token.fork, token.index, token.token_id) == (fork, done, tokens[done])
-        assert token.finish_reason == ("length" if done == params.max_tokens - 1 else "")
-        assert first.HasField("handle") == (token.finish_reason == "")
+        assert finish_reason_from_proto(token) == ("length" if done == params.max_tokens - 1 else None)
+        assert first.HasField("handle") == (not token.finish_reason)
         if first.HasField("handle"):
             assert first.handle.num_tokens == len(ids) + done
             await release(holder, first)

@@ -10,7 +10,6 @@ import pytest
 
 import kvtransfer.claim
 from common.engine.block_table import BlockTables
-from common.errors import KVRelayError
 from common.rpc.pb import types_pb2
 from common.worker.relay import RelayServer, Session
 from decode_svc.admission import Admission
@@ -43,7 +42,7 @@ def attempts_are_not_told_apart(patch: Patch) -> None:
         if stream is None:
             self._drop(event)
             return
-        if not isinstance(event, KVRelayError) and event[0] in COUNTED[self.record.role]:
+        if isinstance(event, COUNTED[self.record.role]):
             stream.charged_tokens = 0
         stream.events.put_nowait(event)
 

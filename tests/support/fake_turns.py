@@ -9,18 +9,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.errors import KVRelayError
-from common.rpc.convert import error_to_proto
+from common.rpc.convert import envelopes, error_to_proto
 from common.rpc.pb import decode_pb2, prefill_pb2, types_pb2
 from kvtransfer.handle import KVHandle
 from tests.support.redis_tools import eventually
 
 EOS = 2
+FINISH_REASONS = {"": 0, "stop": types_pb2.FINISH_REASON_STOP, "length": types_pb2.FINISH_REASON_LENGTH}
+UNKNOWN = 99  # what any other reason becomes
 EVENTS = {"prefill": prefill_pb2.PrefillEvent, "decode": decode_pb2.DecodeEvent}
 Script = Callable[["Turn"], Awaitable[None]]
 
 
 def a_token(fork: int, index: int, token_id: int, finish_reason: str = "", **more: Any) -> types_pb2.Token:
-    return types_pb2.Token(fork=fork, index=index, token_id=token_id, finish_reason=finish_reason, **more)
+    reason = FINISH_REASONS.get(finish_reason, UNKNOWN)
+    return types_pb2.Token(fork=fork, index=index, token_id=token_id, finish_reason=reason, **more)
 
 
 @dataclass
@@ -45,10 +48,10 @@ class Stream:
         self.router_id = ""
         self.outgoing: asyncio.Queue[Any] = asyncio.Queue()
         self.turns: set[asyncio.Task[None]] = set()
-        self._event_type = event_type
+        self._as_event = envelopes(event_type)
 
-    def send(self, **event: Any) -> None:
-        self.outgoing.put_nowait(self._event_type(**event))
+    def send(self, message: Any) -> None:
+        self.outgoing.put_nowait(self._as_event(message))
 
 
 class Turn:
@@ -65,10 +68,10 @@ class Turn:
         self.live = set(self.said)
 
     def accepted(self) -> None:
-        self.stream.send(accepted=types_pb2.Accepted(key=self.submission.key))
+        self.stream.send(types_pb2.Accepted(key=self.submission.key))
 
     def progress(self) -> None:
-        self.stream.send(progress=prefill_pb2.Progress(key=self.submission.key, computed_tokens=1, total_tokens=2))
+        self.stream.send(prefill_pb2.Progress(key=self.submission.key, computed_tokens=1, total_tokens=2))
 
     def next_tokens(self) -> list[types_pb2.Token]:
         """The next one of each live fork."""
@@ -86,7 +89,7 @@ class Turn:
         handle = self.hold().to_proto() if any(not token.finish_reason for token in tokens) else None
         message = {"handle": handle, "queue_s": 0.25, "prefill_s": 0.5, "cached_tokens": 3} | more
         first = prefill_pb2.FirstTokens(key=self.submission.key, tokens=tokens, **message)
-        self.stream.send(first_tokens=first)
+        self.stream.send(first)
 
     def hold(self) -> KVHandle:
         submission = self.submission
@@ -100,11 +103,11 @@ class Turn:
         admitted = decode_pb2.Admitted(
             key=self.submission.key, cached_tokens=1, bytes=7, handover_s=0.125, queue_s=0.5, transport="fake"
         )
-        self.stream.send(admitted=admitted)
+        self.stream.send(admitted)
 
     def tokens(self, *tokens: types_pb2.Token, key: types_pb2.AttemptKey | None = None, **more: Any) -> None:
         sequence = decode_pb2.SequenceTokens(key=key or self.submission.key, tokens=tokens, **more)
-        self.stream.send(step=decode_pb2.StepTokens(sequences=[sequence]))
+        self.stream.send(decode_pb2.StepTokens(sequences=[sequence]))
 
     def say(self, count: int = 1) -> None:
         """The next `count` tokens of each live fork."""
@@ -112,7 +115,7 @@ class Turn:
             self.tokens(*self.next_tokens())
 
     def failed(self, error: KVRelayError) -> None:
-        self.stream.send(failed=types_pb2.Failed(key=self.submission.key, error=error_to_proto(error)))
+        self.stream.send(types_pb2.Failed(key=self.submission.key, error=error_to_proto(error)))
 
     def hang_up(self) -> None:
         """Ends the stream after what was said so far."""

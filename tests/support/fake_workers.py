@@ -96,7 +96,7 @@ class FakeWorker(kv_pb2_grpc.KVServicer):
     async def Relay(self, commands: AsyncIterator[Any], context: Any) -> None:
         self.num_streams += 1
         stream = Stream(EVENTS[self.role])
-        stream.send(welcome=types_pb2.Welcome(epoch=self.record.epoch, fingerprint=self.record.fingerprint))
+        stream.send(types_pb2.Welcome(epoch=self.record.epoch, fingerprint=self.record.fingerprint))
         reader = asyncio.create_task(self._read(commands, stream))
         try:
             while (event := await self._next(stream)) is not None:

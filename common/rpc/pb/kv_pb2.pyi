@@ -117,16 +117,18 @@ class ReleaseReply(_message.Message):
     def __init__(self, held_until_now: _Optional[bool] = ..., error: _Optional[_Union[_types_pb2.Error, _Mapping]] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("handle_id", "epoch", "reader_id", "block_ids")
+    __slots__ = ("handle_id", "epoch", "reader_id", "block_ids", "transport")
     HANDLE_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     READER_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     handle_id: bytes
     epoch: int
     reader_id: int
     block_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, handle_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., reader_id: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    transport: str
+    def __init__(self, handle_id: _Optional[bytes] = ..., epoch: _Optional[int] = ..., reader_id: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class Frame(_message.Message):
     __slots__ = ("offset", "checksum", "data", "error")

@@ -1,26 +1,25 @@
 """What crosses the wire comes out as it went in, down to the class of an error."""
 
 import pytest
+from google.protobuf.message_factory import GetMessageClass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.engine.batch import EngineLoad, PromptScores, Sample, TokenOutput
-from common.engine.sequence import Sequence
 from common.errors import BY_CODE, InvalidRequest, KVRelayError, Overloaded
 from common.rpc.convert import (
+    FINISH_REASONS,
+    content_of,
+    envelopes,
     error_from_proto,
     error_to_proto,
     finish_reason_from_proto,
-    load_to_proto,
+    finish_reason_to_proto,
     logprob_from_proto,
     logprob_to_proto,
     params_from_proto,
     params_to_proto,
-    scores_from_proto,
-    scores_to_proto,
-    token_to_proto,
 )
-from common.rpc.pb import types_pb2
+from common.rpc.pb import decode_pb2, prefill_pb2, types_pb2
 from common.sampling import FinishReason, Logprob, SamplingParams
 
 uint32 = st.integers(0, 2**32 - 1)
@@ -28,7 +27,6 @@ uint64 = st.integers(0, 2**64 - 1)
 float32 = st.floats(width=32, allow_nan=False)
 float64 = st.floats(allow_nan=False)
 logprobs = st.builds(Logprob, token_id=uint32, logprob=float32, rank=uint32)
-SEQUENCE = Sequence("s", [1, 2], 2, SamplingParams())
 
 params = st.builds(
     SamplingParams,
@@ -49,28 +47,6 @@ params = st.builds(
     bad_words=st.lists(st.lists(uint32, max_size=3).map(tuple), max_size=3).map(tuple),
     prompt_logprobs=st.none() | uint32,
 )
-
-
-def token_from_proto(message, sequence):
-    stop_token_id = message.stop_token_id if message.HasField("stop_token_id") else None
-    reason = finish_reason_from_proto(message)
-    return TokenOutput(sequence, message.fork, message.index, sample_from_proto(message), reason, stop_token_id)
-
-
-def sample_from_proto(message):
-    return Sample(message.token_id, tuple(logprob_from_proto(logprob) for logprob in message.logprobs))
-
-
-def load_from_proto(message):
-    return EngineLoad(
-        running=message.running,
-        waiting=message.waiting,
-        waiting_tokens=message.waiting_tokens,
-        total_blocks=message.total_blocks,
-        free_blocks=message.free_blocks,
-        reserved_blocks=message.reserved_blocks,
-        steps=message.progress,
-    )
 
 
 def wired(message):
@@ -108,39 +84,47 @@ def test_a_count_that_the_wire_cannot_carry_is_refused_by_name(name, value):
     assert caught.value.field == name
 
 
-@given(uint32, st.lists(st.lists(logprobs, max_size=3).map(tuple), max_size=3).map(tuple))
-def test_scores_come_out_as_they_went_in(first, sent):
-    key = types_pb2.AttemptKey(request_id="r", attempt=2)
-    message = wired(scores_to_proto(PromptScores(SEQUENCE, first, sent), key))
-    assert (message.key, message.first, scores_from_proto(message)) == (key, first, list(sent))
-
-
 @given(logprobs)
 def test_logprobs_come_out_as_they_went_in(sent):
     assert logprob_from_proto(wired(logprob_to_proto(sent))) == sent
 
 
-@given(
-    st.builds(
-        TokenOutput,
-        sequence=st.just(SEQUENCE),
-        fork=uint32,
-        index=uint32,
-        sample=st.builds(Sample, token_id=uint32, logprobs=st.lists(logprobs, max_size=3).map(tuple)),
-        finish_reason=st.none() | st.sampled_from(FinishReason),
-        stop_token_id=st.none() | uint32,
-    )
-)
-def test_tokens_come_out_as_they_went_in(sent):
-    message = wired(token_to_proto(sent))
-    assert token_from_proto(message, SEQUENCE) == sent
-    assert sample_from_proto(message) == sent.sample
-    assert finish_reason_from_proto(message) is sent.finish_reason
+@pytest.mark.parametrize("reason", [None, *FinishReason])
+def test_every_way_to_end_is_carried(reason):
+    message = wired(types_pb2.Token(finish_reason=finish_reason_to_proto(reason)))
+    assert finish_reason_from_proto(message) is reason
+
+
+def test_the_wire_has_no_other_way_to_end():
+    assert set(types_pb2.FinishReason.values()) == {0, *FINISH_REASONS.values()}
+
+
+ENVELOPES = [prefill_pb2.PrefillCommand, prefill_pb2.PrefillEvent, decode_pb2.DecodeCommand, decode_pb2.DecodeEvent]
+
+
+@pytest.mark.parametrize("kind", ENVELOPES)
+def test_a_message_comes_out_of_its_envelope_with_its_type(kind):
+    wrap, [oneof] = envelopes(kind), kind.DESCRIPTOR.oneofs
+    for field in oneof.fields:
+        sent = GetMessageClass(field.message_type)()
+        envelope = wired(wrap(sent))
+        assert envelope.WhichOneof(oneof.name) == field.name
+        assert type(content_of(envelope)) is type(sent)
+
+
+def test_an_envelope_takes_only_what_it_has_a_field_for():
+    with pytest.raises(KeyError):
+        envelopes(prefill_pb2.PrefillEvent)(decode_pb2.Admitted())
+
+
+@pytest.mark.parametrize("data", [b"", b"\xfa\x07\x00"], ids=["a heartbeat", "a newer peer's event"])
+def test_an_envelope_without_a_message_that_is_known_is_empty(data):
+    assert content_of(prefill_pb2.PrefillEvent.FromString(data)) is None
 
 
 def test_an_unknown_finish_reason_is_an_error():
     with pytest.raises(KVRelayError) as caught:
-        finish_reason_from_proto(types_pb2.Token(finish_reason="tired"))
+        finish_reason_from_proto(types_pb2.Token(finish_reason=99))
     assert caught.value.field == "finish_reason"
 
 
@@ -151,7 +135,7 @@ def test_every_error_class_survives_the_wire(code, field):
     got = error_from_proto(wired(error_to_proto(sent)))
     assert type(got) is type(sent)
     assert (got.message, got.field, got.code) == (sent.message, sent.field, code)
-    assert (got.http_status, got.grpc_status, got.resumable) == (sent.http_status, sent.grpc_status, sent.resumable)
+    assert (got.http_status, got.resumable) == (sent.http_status, sent.resumable)
 
 
 def test_an_error_of_a_newer_peer_is_a_plain_one():
@@ -164,21 +148,3 @@ def test_an_overload_still_has_its_retry_after():
     got = error_from_proto(wired(error_to_proto(Overloaded("full", retry_after_s=7.0))))
     assert isinstance(got, Overloaded)
     assert got.retry_after_s > 0
-
-
-@given(
-    st.builds(
-        EngineLoad,
-        running=uint32,
-        waiting=uint32,
-        waiting_tokens=uint64,
-        total_blocks=uint32,
-        free_blocks=uint32,
-        reserved_blocks=uint32,
-    ),
-    uint32,
-)
-def test_a_load_comes_out_as_it_went_in(sent, held):
-    message = wired(load_to_proto(sent, held_blocks=held))
-    assert load_from_proto(message) == sent
-    assert (message.held_blocks, message.reserved_blocks) == (held, sent.reserved_blocks)

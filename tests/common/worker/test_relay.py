@@ -43,7 +43,7 @@ class Service:
         self.forks[key] = {fork.index for fork in command.forks}
         self.sessions.append(session)
         try:
-            session.send(accepted=types_pb2.Accepted(key=command.key))
+            session.send(types_pb2.Accepted(key=command.key))
             if self.error is not None:
                 raise self.error
             await self.finish.wait()
@@ -147,7 +147,7 @@ async def test_idle_means_that_all_is_said(worker: Running, stream: WorkerStream
     worker.service.finish.set()
     worker.service.leave.set()
     await eventually(lambda: worker.relay.idle)
-    session.send(accepted=types_pb2.Accepted())
+    session.send(types_pb2.Accepted())
     assert not worker.relay.idle
     await eventually(lambda: worker.relay.idle)
 
@@ -388,7 +388,7 @@ async def test_a_stream_that_breaks_in_the_middle_of_a_write_leaves_nothing(work
         [session] = worker.service.sessions
         big = types_pb2.Failed(error=types_pb2.Error(message="x" * 2**20))
         for _ in range(64):
-            session.send(failed=big)
+            session.send(big)
         left = -1
         while left != session.outgoing.qsize():
             left = session.outgoing.qsize()

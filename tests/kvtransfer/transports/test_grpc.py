@@ -28,6 +28,7 @@ from kvtransfer.transport import Offer, Ticket
 from kvtransfer.transports import grpc as transport
 from kvtransfer.transports.grpc import (
     MAX_FRAME_BYTES,
+    NAME,
     TRANSPORT,
     GrpcHolder,
     GrpcReader,
@@ -251,9 +252,16 @@ async def test_a_handle_that_nobody_has_claimed_opens_nothing(source, target):
             await reader.pull(Ticket(handle.id, handle.epoch, READER), [(3, 0)], target, ignore)
 
 
+async def test_a_transport_whose_readers_copy_sends_nothing(source):
+    async with pulling(source, transports=[ShmHolder(source)]) as (holder, _, channel):
+        request = kv_pb2.PullRequest(**claimed(holder, (3,))._asdict(), block_ids=(3,), transport="shm")
+        [frame] = [frame async for frame in kv_pb2_grpc.KVStub(channel).Pull(request)]
+        assert (frame.data, frame.error.code) == (b"", TransportUnavailable.code)
+
+
 async def test_a_holder_that_offers_other_ways_only_sends_nothing(source, target):
     async with pulling(source, transports=[ShmHolder(source)]) as (holder, reader, _):
-        with pytest.raises(TransportUnavailable, match="sends no blocks"):
+        with pytest.raises(TransportUnavailable, match="has no transport 'grpc'"):
             await reader.pull(claimed(holder, (3,)), [(3, 0)], target, ignore)
 
 
@@ -304,7 +312,7 @@ async def unread(pool: FakePool, timeout_s: float):
     """A call whose stream nobody reads, and what became of it at the holder."""
     async with pulling(pool) as (holder, _, channel):
         ticket = claimed(holder, range(pool.num_blocks))
-        request = kv_pb2.PullRequest(**ticket._asdict(), block_ids=range(pool.num_blocks))
+        request = kv_pb2.PullRequest(**ticket._asdict(), block_ids=range(pool.num_blocks), transport=NAME)
         yield kv_pb2_grpc.KVStub(channel).Pull(request, timeout=timeout_s), holder
 
 
@@ -390,7 +398,7 @@ class DeafCall:
 async def test_a_cancellation_that_grpc_loses_ends_the_pull_all_the_same(source, target):
     before, call = target.blocks(), DeafCall(right_frames(source, (0, 1, 2)))
     async with scripted([]) as reader:
-        reader._pull = lambda request, timeout: call
+        reader._pull = lambda request: call
         pull = asyncio.create_task(reader.pull(TICKET, [(0, 0), (1, 1), (2, 2)], target, ignore))
         await asyncio.wait_for(call.reading.wait(), PATIENCE_S)
         pull.cancel()

@@ -77,13 +77,13 @@ async def a_pair(role: str = "prefill", *, connected: bool = True, **deadlines: 
             await fake.stop()
 
 
-async def kinds(stream: AttemptStream, count: int) -> list[str]:
+async def kinds(stream: AttemptStream, count: int) -> list[type]:
     """The next events; the KV that one names is taken."""
     events = [await stream.next(PATIENCE_S) for _ in range(count)]
-    for kind, message in events:
-        if kind == "first_tokens":
-            stream.client.release(message.handle.id, message.handle.epoch)
-    return [kind for kind, _ in events]
+    for event in events:
+        if isinstance(event, prefill_pb2.FirstTokens):
+            stream.client.release(event.handle.id, event.handle.epoch)
+    return [type(event) for event in events]
 
 
 def told(fake: FakeWorker) -> list[str]:
@@ -94,10 +94,10 @@ def told(fake: FakeWorker) -> list[str]:
 async def test_events_come_in_order() -> None:
     async with a_pair() as pair:
         with pair.attempt() as stream:
-            assert await kinds(stream, 3) == ["accepted", "progress", "first_tokens"]
+            assert await kinds(stream, 3) == [types_pb2.Accepted, prefill_pb2.Progress, prefill_pb2.FirstTokens]
     async with a_pair("decode") as pair:
         with pair.attempt() as stream:
-            assert await kinds(stream, 4) == ["accepted", "tokens", "tokens", "tokens"]
+            assert await kinds(stream, 4) == [types_pb2.Accepted, *[decode_pb2.SequenceTokens] * 3]
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -313,11 +313,12 @@ async def test_late_and_unknown_messages_are_no_ones() -> None:
             for key in (pair.key(1), pair.key(3), pair.key(2, "other"), types_pb2.AttemptKey()):
                 turn.tokens(a_token(0, 0, 99), key=key)
                 failed = types_pb2.Failed(key=key, error=types_pb2.Error(code="engine_failure"))
-                turn.stream.send(failed=failed)
-            turn.stream.send()
+                turn.stream.send(failed)
+            turn.stream.outgoing.put_nowait(decode_pb2.DecodeEvent())
             turn.say()
-            kind, message = await new.next(PATIENCE_S)
-            assert (kind, message.tokens[0].token_id) == ("tokens", 40)
+            event = await new.next(PATIENCE_S)
+            assert isinstance(event, decode_pb2.SequenceTokens)
+            assert event.tokens[0].token_id == 40
             assert new.events.empty()
 
 

@@ -1,4 +1,4 @@
-"""A submission becomes the right sequences; a bad one is refused by both pools, naming its field, before it runs."""
+"""A submission becomes the right sequences, or is refused, naming its field; what came of it goes out as it was."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from hypothesis import given
+from hypothesis import strategies as st
 
 import tests.support.builders as builders
 from common.block_hash import root_hash
+from common.engine.batch import EngineLoad, PromptScores, Sample, TokenOutput
 from common.engine.sequence import Sequence
 from common.errors import InvalidRequest
+from common.rpc.convert import finish_reason_from_proto, logprob_from_proto, scores_from_proto
 from common.rpc.pb import types_pb2
-from common.sampling import SamplingParams
-from common.worker.sequences import sequences_of
+from common.sampling import FinishReason, Logprob, SamplingParams
+from common.worker.messages import load_to_proto, scores_to_proto, sequences_of, token_to_proto
 from tests.support.checkpoints import make_random_checkpoint
 from tests.support.in_process_cluster import LocalCluster, LocalWorker, local_cluster
 from tests.support.redis_process import RedisServer
@@ -99,6 +103,82 @@ def test_a_bad_submission_is_refused(fields: dict[str, Any], field: str) -> None
     assert refused.value.field == field
 
 
+uint32 = st.integers(0, 2**32 - 1)
+uint64 = st.integers(0, 2**64 - 1)
+logprobs = st.builds(Logprob, token_id=uint32, logprob=st.floats(width=32, allow_nan=False), rank=uint32)
+SEQUENCE = Sequence("s", [1, 2], 2, SamplingParams())
+
+
+def token_from_proto(message, sequence):
+    stop_token_id = message.stop_token_id if message.HasField("stop_token_id") else None
+    reason = finish_reason_from_proto(message)
+    return TokenOutput(sequence, message.fork, message.index, sample_from_proto(message), reason, stop_token_id)
+
+
+def sample_from_proto(message):
+    return Sample(message.token_id, tuple(logprob_from_proto(logprob) for logprob in message.logprobs))
+
+
+def load_from_proto(message):
+    return EngineLoad(
+        running=message.running,
+        waiting=message.waiting,
+        waiting_tokens=message.waiting_tokens,
+        total_blocks=message.total_blocks,
+        free_blocks=message.free_blocks,
+        reserved_blocks=message.reserved_blocks,
+        steps=message.progress,
+    )
+
+
+def wired(message):
+    """The message as it arrives."""
+    return type(message).FromString(message.SerializeToString())
+
+
+@given(uint32, st.lists(st.lists(logprobs, max_size=3).map(tuple), max_size=3).map(tuple))
+def test_scores_come_out_as_they_went_in(first, sent):
+    key = types_pb2.AttemptKey(request_id="r", attempt=2)
+    message = wired(scores_to_proto(PromptScores(SEQUENCE, first, sent), key))
+    assert (message.key, message.first, scores_from_proto(message)) == (key, first, list(sent))
+
+
+@given(
+    st.builds(
+        TokenOutput,
+        sequence=st.just(SEQUENCE),
+        fork=uint32,
+        index=uint32,
+        sample=st.builds(Sample, token_id=uint32, logprobs=st.lists(logprobs, max_size=3).map(tuple)),
+        finish_reason=st.none() | st.sampled_from(FinishReason),
+        stop_token_id=st.none() | uint32,
+    )
+)
+def test_tokens_come_out_as_they_went_in(sent):
+    message = wired(token_to_proto(sent))
+    assert token_from_proto(message, SEQUENCE) == sent
+    assert sample_from_proto(message) == sent.sample
+    assert finish_reason_from_proto(message) is sent.finish_reason
+
+
+@given(
+    st.builds(
+        EngineLoad,
+        running=uint32,
+        waiting=uint32,
+        waiting_tokens=uint64,
+        total_blocks=uint32,
+        free_blocks=uint32,
+        reserved_blocks=uint32,
+    ),
+    uint32,
+)
+def test_a_load_comes_out_as_it_went_in(sent, held):
+    message = wired(load_to_proto(sent, held_blocks=held))
+    assert load_from_proto(message) == sent
+    assert (message.held_blocks, message.reserved_blocks) == (held, sent.reserved_blocks)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_random_checkpoint(tmp_path_factory.mktemp("model"))
@@ -126,5 +206,5 @@ async def test_a_worker_refuses_a_bad_submission_before_anything_runs(cluster: L
         assert tokens == []
         await stream.submit([3, 4, 5], params=replace(GREEDY, max_tokens=1))
         [token] = (await stream.answer())[0]
-        assert token.finish_reason == "length"
+        assert token.finish_reason == types_pb2.FINISH_REASON_LENGTH
     await cluster.assert_all_free()
