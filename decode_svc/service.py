@@ -117,7 +117,7 @@ class DecodeService:
                 cached = reservation.num_cached_blocks
                 pairs = zip(handle.block_ids[cached:], reservation.block_ids[cached:], strict=True)
                 stats = await claim.pull(list(pairs))
-                await claim.release()
+                await claim.confirm()
         except HandoverError as error:
             self._metrics.on_handover_failure(error.code)
             raise

@@ -85,8 +85,8 @@ class Claim:
             self._pulls -= 1
         return PullStats(size, track.last_at - track.first_at, self._connection.transport_name)
 
-    async def release(self) -> None:
-        """Confirms the copies and frees the holder's blocks. Raises KVExpired unless the holder held them until now."""
+    async def confirm(self) -> None:
+        """Makes the copies valid, and the holder frees its blocks. Raises KVExpired unless it held them until now."""
         self._check_valid()
         if self._pulls:
             raise HandoverError("a pull is still running")

@@ -10,8 +10,7 @@ import grpc
 from common.deadlines import Deadlines
 from common.errors import EpochMismatch, FingerprintMismatch, KVRelayError, TransportUnavailable
 from common.rpc.convert import error_to_proto
-from common.rpc.pb import kv_pb2, kv_pb2_grpc
-from kvtransfer.handle import KVHandle
+from common.rpc.pb import kv_pb2, kv_pb2_grpc, types_pb2
 from kvtransfer.lease import KVLease, LeaseTable
 from kvtransfer.transport import HolderTransport, Ticket, WriteFrame
 
@@ -38,9 +37,9 @@ class KVHolder(kv_pb2_grpc.KVServicer):
         self._clock = clock
         self._sleep = sleep
 
-    def handle(self, lease: KVLease, *, address: str, request_id: str, attempt: int) -> KVHandle:
+    def handle(self, lease: KVLease, *, address: str, key: types_pb2.AttemptKey) -> kv_pb2.KVHandle:
         """What a reader needs to fetch the lease's blocks; `address` is where this service is reached."""
-        return KVHandle(
+        return kv_pb2.KVHandle(
             id=lease.id,
             address=address,
             epoch=self._table.epoch,
@@ -49,8 +48,7 @@ class KVHolder(kv_pb2_grpc.KVServicer):
             block_ids=lease.block_ids,
             num_tokens=lease.num_tokens,
             lease_s=self._table.lease_s,
-            request_id=request_id,
-            attempt=attempt,
+            key=key,
         )
 
     async def run(self) -> None:

@@ -3,6 +3,10 @@
 filling (the sequence owns the blocks) → held → released or expired. A held lease owns one reference
 on each of its blocks. Every operation first expires what is due by its own reading of the clock, so
 no release is called good because a timer came late.
+
+A lease is released in one place, LeaseTable.release, by one call, HolderClient.release. Who asks for it: a reader, to
+make its copies count (Claim.confirm) or because it has left (Claim.give_up); the router, when nobody will read
+(WorkerClient.release_unread). Without a word from either, expire() frees it.
 """
 
 import secrets

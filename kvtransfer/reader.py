@@ -20,9 +20,9 @@ class KVReader:
 
         async with reader.claimed(handle) as claim:
             stats = await claim.pull(pairs)
-            await claim.release()  # returns: the copies are valid
+            await claim.confirm()  # returns: the copies are valid
 
-    However the block ends, no copy is running then, and a claim that was not released is given up.
+    However the block ends, no copy is running then, and a claim that was not confirmed is given up.
     """
 
     def __init__(

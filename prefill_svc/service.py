@@ -128,11 +128,7 @@ class PrefillService:
         if prefilled.block_ids:
             lease = self.leases.hold(attempt.request.key.request_id, prefilled.block_ids, sequence.num_tokens)
             attempt.block_ids = ()
-            key = attempt.request.key
-            handle = self.holder.handle(
-                lease, address=self.info.address, request_id=key.request_id, attempt=key.attempt
-            )
-            first.handle.CopyFrom(handle.to_proto())
+            first.handle.CopyFrom(self.holder.handle(lease, address=self.info.address, key=attempt.request.key))
         attempt.session.send(first)
 
     def on_output(self, output: StepOutput) -> None:

@@ -205,7 +205,7 @@ def build_app(
         now=now,
         pages=pages,
     )
-    connections = ClientConnections(deadlines.http_header_s)
+    connections = ClientConnections(deadlines)
     middlewares = [
         tell_guards(connections),
         errors_as_json(metrics),

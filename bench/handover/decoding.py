@@ -4,9 +4,10 @@ import asyncio
 import time
 
 from bench.engines import admit
+from common.deadlines import Deadlines
 from common.engine.batch import StepOutput
 from common.engine.build import BuiltEngine
-from common.engine.loop import EngineLoop
+from common.engine.engine import EngineLoop
 from common.errors import EngineFailure
 from decode_svc.admission import Admission
 
@@ -26,7 +27,7 @@ class BackgroundDecoding:
         self._running = 0
         self._expected: dict[str, asyncio.Future[float]] = {}
         self._events = asyncio.get_running_loop()
-        self._loop = EngineLoop(self.engine, self._on_step, self._on_death)
+        self._loop = EngineLoop(self.engine, [self._on_step], self._on_death, idle_s=Deadlines().heartbeat_s)
 
     def start(self) -> None:
         self._refill()

@@ -84,7 +84,7 @@ class HandoverBench:
             self._decoding.admission.reserved([sequence]) as reservation,
         ):
             stats = await claim.pull(list(zip(handle.block_ids, reservation.block_ids, strict=True)))
-            await claim.release()
+            await claim.confirm()
         admitted = time.perf_counter()
         async with asyncio.timeout(WAIT_S):
             stepped = await first_step

@@ -28,7 +28,7 @@ from common.errors import KVRelayError
 from common.layout import KVLayout
 from common.parent_death import dying_with_parent
 from common.rpc.channel import GrpcServer
-from common.rpc.pb import kv_pb2, kv_pb2_grpc
+from common.rpc.pb import kv_pb2, kv_pb2_grpc, types_pb2
 from common.tasks import end
 from kvtransfer.handle import KVHandle
 from kvtransfer.holder import KVHolder
@@ -69,8 +69,9 @@ async def hold(layout: KVLayout, num_blocks: int, transport: str) -> None:
     while words := (await asyncio.to_thread(sys.stdin.readline)).split():
         block_ids = [int(word) for word in words[1:]]
         lease = table.hold("bench", block_ids, int(words[0]))
-        handle = service.handle(lease, address=server.address, request_id=f"r{table.num_granted}", attempt=1)
-        say({"handle": handle.to_proto().SerializeToString().hex()})
+        key = types_pb2.AttemptKey(request_id=f"r{table.num_granted}", attempt=1)
+        handle = service.handle(lease, address=server.address, key=key)
+        say({"handle": handle.SerializeToString().hex()})
     await end(expiry)
     await server.stop()
     pool.close()

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, field
 from bench.cpu_times import process_time
 from bench.engines import build, greedy, settings
 from bench.pinned import run_child
+from common.deadlines import Deadlines
 from common.engine.batch import StepOutput
-from common.engine.engine import Engine
-from common.engine.loop import EngineLoop
+from common.engine.engine import Engine, EngineLoop
 from common.engine.sequence import Sequence as EngineSequence
 from common.errors import EngineFailure
 from decode_svc.__main__ import MAX_NUM_BATCHED_TOKENS
@@ -55,7 +55,7 @@ class Driver:
 
     def run(self) -> list[InprocessAnswer]:
         """In the order of streams."""
-        loop = EngineLoop(self._engine, self._take, self._fail)
+        loop = EngineLoop(self._engine, [self._take], self._fail, idle_s=Deadlines().heartbeat_s)
         for stream in range(len(self._wanted.prompts)):
             self._send(stream, 0)
         loop.start()

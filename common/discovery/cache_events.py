@@ -75,7 +75,6 @@ class CacheEventPublisher:
         deadlines: Deadlines,
         outage: Outage | None = None,
         *,
-        flush_s: float = 0.02,
         max_pending: int = 65_536,  # hashes
     ) -> None:
         self.number = 0  # of the last entry
@@ -87,7 +86,7 @@ class CacheEventPublisher:
         self._heartbeat_s = deadlines.heartbeat_s
         self._life_ms = max(1, round(deadlines.dead_s * KEY_LIFE * 1000))
         self._outage = outage or Outage()
-        self._flush_s = flush_s
+        self._flush_s = deadlines.cache_flush_s
         self._max_pending = max_pending
         self._keys = cache_keys(namespace, worker_id, epoch)
         self._pending: dict[bytes, bool] = {}  # hash: stored (or removed) since the last entry

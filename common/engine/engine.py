@@ -1,4 +1,4 @@
-"""The engine: a scheduler, a runner and a sampler behind one lock, and no notion of roles.
+"""The engine: a scheduler, a runner and a sampler behind one lock, no notion of roles, and the thread that steps it.
 
 Calls from services take the lock only to change the scheduler's state, never during a forward pass.
 """
@@ -140,3 +140,57 @@ class Engine:
             with self._changed:
                 output = self._scheduler.update(batch, samples, scores)
         return replace(output, step_s=self._clock() - begun_s)
+
+
+class EngineLoop:
+    """The thread that steps an engine while it has work.
+
+    Each output goes to all `receivers`, in order and one after the other, by way of `post`: with an event loop's
+    call_soon_threadsafe that is one hand-off a step. `on_death`, by the same way, gets what ended the thread against
+    its will, or what a receiver raised: the state can't be trusted afterwards, so the process should end.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        receivers: Sequenced[Callable[[StepOutput], object]],
+        on_death: Callable[[BaseException], object],
+        *,
+        idle_s: float,
+        post: Callable[..., object] = lambda work, *arguments: work(*arguments),
+    ) -> None:
+        """`idle_s`: how long an idle engine waits before it looks again by itself."""
+        self._engine = engine
+        self._receivers = tuple(receivers)
+        self._on_death = on_death
+        self._idle_s = idle_s
+        self._post = post
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Ends after the current step; False if that takes longer than timeout_s."""
+        self._stopping.set()
+        self._engine.wake()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                output = self._engine.step(self._idle_s)
+                if output is not None:
+                    self._post(self._deliver, output)
+        except BaseException as error:
+            self._post(self._on_death, error)
+
+    def _deliver(self, output: StepOutput) -> None:
+        try:
+            for receive in self._receivers:
+                receive(output)
+        except Exception as error:  # whose tokens were in it would wait for them in vain
+            self._stopping.set()
+            self._on_death(error)

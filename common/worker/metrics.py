@@ -102,8 +102,11 @@ async def serve_worker_http(
     live: Callable[[], tuple[bool, str]],
     ready: Callable[[], tuple[bool, str]],
     measure: Callable[[], None] = lambda: None,
+    *,
+    shutdown_s: float,
 ) -> web.AppRunner:
-    """Serves /metrics, /health (`live`) and /ready until `runner.cleanup()`. Raises AddressInUse.
+    """Serves /metrics, /health (`live`) and /ready until `runner.cleanup()`, which waits for requests no longer than
+    `shutdown_s`. Raises AddressInUse.
 
     `runner.addresses[0]` is where. `measure` brings the gauges up to date before they are read.
     """
@@ -127,7 +130,7 @@ async def serve_worker_http(
             web.get("/ready", probe("ready", ready)),
         ]
     )
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=shutdown_s)
     await runner.setup()
     try:
         await web.TCPSite(runner, host, port).start()

@@ -24,8 +24,7 @@ from common.discovery.registry import Registry, WorkerRecord
 from common.engine.batch import StepOutput
 from common.engine.build import BuiltEngine, build_engine
 from common.engine.config import EngineConfig
-from common.engine.engine import Engine
-from common.engine.loop import EngineLoop
+from common.engine.engine import Engine, EngineLoop
 from common.errors import ConfigError, EngineFailure, RedisUnreachable
 from common.log import get_logger, log_event
 from common.memory import proportional_bytes
@@ -41,7 +40,6 @@ from common.worker.metrics import WorkerMetrics, serve_worker_http
 
 log = get_logger("worker")
 ANY_ADDRESS = ("0.0.0.0", "::", "[::]", "")
-DRAIN_LOOK_S = 0.05  # between two looks whether all is done
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,21 +188,11 @@ async def running(
     """
     info, built, settings, health = worker.info, worker.built, worker.settings, worker.health
     deadlines, metrics = worker.deadlines, worker.metrics
-    loop = asyncio.get_running_loop()
     registry = Registry(redis, namespace, deadlines)
     publisher = CacheEventPublisher(
         redis, namespace, info.worker_id, info.epoch, worker.engine.cached_hashes, deadlines, registry.outage
     )
     deaths: list[tuple[str, BaseException]] = []
-
-    def on_output(output: StepOutput) -> None:
-        try:
-            metrics.on_step(output)
-            health.on_step(output.step_s, output.num_batched_tokens)
-            publisher.record(output.stored, output.removed)
-            service.on_output(output)
-        except Exception as error:  # whose tokens were in it would wait for them in vain
-            on_death("the step loop", error)
 
     def on_death(what: str, error: BaseException) -> None:
         deaths.append((what, error))
@@ -213,8 +201,15 @@ async def running(
 
     steps = EngineLoop(
         worker.engine,
-        lambda output: loop.call_soon_threadsafe(on_output, output),
-        lambda error: loop.call_soon_threadsafe(on_death, "the step loop", error),
+        (
+            metrics.on_step,
+            lambda output: health.on_step(output.step_s, output.num_batched_tokens),
+            lambda output: publisher.record(output.stored, output.removed),
+            service.on_output,
+        ),
+        partial(on_death, "the step loop"),
+        idle_s=deadlines.heartbeat_s,
+        post=asyncio.get_running_loop().call_soon_threadsafe,
     )
     http = await serve_worker_http(
         settings.host,
@@ -223,6 +218,7 @@ async def running(
         health.live,
         health.ready,
         service.measure,
+        shutdown_s=deadlines.heartbeat_s,
     )
     record = WorkerRecord(
         role=info.role,
@@ -287,6 +283,6 @@ async def _drain(worker: Worker, service: Service) -> None:
     await worker.server.set_serving(False)
     deadline = worker.clock() + worker.deadlines.drain_s
     while not (service.idle or worker.health.dead) and worker.clock() < deadline:
-        await asyncio.sleep(DRAIN_LOOK_S)
+        await asyncio.sleep(worker.deadlines.look_s)
     if not service.idle:
         log_event(log, logging.WARNING, "stopping with work left", seconds=worker.deadlines.drain_s)

@@ -34,10 +34,8 @@ from common.errors import RedisUnreachable
 from common.log import get_logger, log_event
 
 LOGGER = get_logger("index")
-LINGER_S = 2.0  # an answered prefill's own events are here by then
 LOAD_HASHES = 8192  # of a snapshot between two turns of the loop
 READ_ENTRIES = 16  # of each stream at once
-FIRST_DELAY_S = 0.05
 SLACK_HASHES = 1024  # over twice a worker's blocks
 
 
@@ -65,7 +63,7 @@ class Expectation:
         self._hashes = hashes
 
     def answered(self) -> None:
-        """The prefill has answered, or failed: two seconds more. A second call does nothing."""
+        """The prefill has answered, or failed: cache_linger_s more. A second call does nothing."""
         self._index._answered(self)
 
     def _withdraw(self) -> None:
@@ -96,6 +94,8 @@ class PrefixIndex:
         self._outage = outage or Outage()
         self._clock = clock
         self._heartbeat_s = deadlines.heartbeat_s
+        self._retry_s = deadlines.retry_s
+        self._linger_s = deadlines.cache_linger_s
         self._block_ms = max(1, round(min(deadlines.heartbeat_s, deadlines.rpc_s / 2) * 1000))
         self._longest_s = deadlines.request_s  # that a prefill may go without an answer
         self._views: dict[str, _View] = {}
@@ -132,7 +132,7 @@ class PrefixIndex:
         return len(hashes)
 
     def expect(self, worker_id: str, hashes: Sequence[bytes]) -> Expectation:
-        """Counts a prompt's blocks as there from now on, until the answer and two seconds more."""
+        """Counts a prompt's blocks as there from now on, until the answer and cache_linger_s more."""
         self._withdraw_expired()
         view = self._views.get(worker_id)
         if view is None:
@@ -146,7 +146,7 @@ class PrefixIndex:
 
     def _answered(self, expectation: Expectation) -> None:
         if self._open.pop(expectation, None) is not None:
-            self._closing.append((self._clock() + LINGER_S, expectation))
+            self._closing.append((self._clock() + self._linger_s, expectation))
 
     def _withdraw_expired(self) -> None:
         now = self._clock()
@@ -158,18 +158,18 @@ class PrefixIndex:
 
     async def run(self) -> None:
         """Follows until it is cancelled, whatever happens to Redis."""
-        delay = FIRST_DELAY_S
+        delay = self._retry_s
         while True:
             raise_if_cancelled()
             try:
                 with self._outage.noticed("prefix index"):
-                    if delay > FIRST_DELAY_S:
+                    if delay > self._retry_s:
                         await self._find_missed()
                     await self._load_snapshots()
                     await self._read_streams()
-                delay = FIRST_DELAY_S
+                delay = self._retry_s
             except RedisUnreachable:  # logged by the outage
-                delay = min(2 * delay, max(self._heartbeat_s, 2 * FIRST_DELAY_S))
+                delay = min(2 * delay, max(self._heartbeat_s, 2 * self._retry_s))
                 await asyncio.sleep(delay)
 
     async def _find_missed(self) -> None:

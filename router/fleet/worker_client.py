@@ -20,7 +20,6 @@ from kvtransfer.holder_client import HolderClient
 from kvtransfer.lease import ROUTER
 
 log = get_logger("clients")
-RETRY_S = 0.1  # first pause before a broken stream is opened again; doubles up to heartbeat_s
 ROLES: dict[str, tuple[Any, Any]] = {
     "prefill": (prefill_pb2_grpc.PrefillStub, prefill_pb2.PrefillCommand),
     "decode": (decode_pb2_grpc.DecodeStub, decode_pb2.DecodeCommand),
@@ -148,13 +147,13 @@ class WorkerClient:
         if self.connected:
             self._outgoing.put_nowait(ROLES[self.record.role][1](abort=types_pb2.Abort(key=key, forks=forks)))
 
-    def release(self, handle_id: bytes, epoch: int) -> None:
-        """Frees blocks that nobody will read, in the background."""
-        task = asyncio.create_task(self._release(handle_id, epoch))
+    def release_unread(self, handle_id: bytes, epoch: int) -> None:
+        """The router's word, in the background, that nobody will read what a handle names."""
+        task = asyncio.create_task(self._release_unread(handle_id, epoch))
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
 
-    async def _release(self, handle_id: bytes, epoch: int) -> None:
+    async def _release_unread(self, handle_id: bytes, epoch: int) -> None:
         try:
             await self.holder.release(handle_id, epoch, ROUTER)
         except KVRelayError as error:  # the lease runs out by itself
@@ -172,7 +171,7 @@ class WorkerClient:
 
         It asks whether it is closed: gRPC drops a cancellation that comes while a connection fails.
         """
-        pause_s = RETRY_S
+        pause_s = self._deadlines.retry_s
         while not (self.obsolete or self._closed):
             reason = "closed by the router"
             try:
@@ -182,7 +181,8 @@ class WorkerClient:
             except TimeoutError:
                 reason = "silent"
             finally:
-                pause_s = RETRY_S if self.connected else min(2 * pause_s, self._deadlines.heartbeat_s)
+                first_s, longest_s = self._deadlines.retry_s, self._deadlines.heartbeat_s
+                pause_s = first_s if self.connected else min(2 * pause_s, longest_s)
                 self._lose_all(reason)
             await asyncio.sleep(pause_s)
 
@@ -262,4 +262,4 @@ class WorkerClient:
     def _drop(self, event: AttemptEvent | KVRelayError) -> None:
         """A late event is a no-op, but blocks that came with it are not to be held for nobody."""
         if isinstance(event, prefill_pb2.FirstTokens) and event.HasField("handle"):
-            self.release(event.handle.id, event.handle.epoch)
+            self.release_unread(event.handle.id, event.handle.epoch)

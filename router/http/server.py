@@ -16,15 +16,14 @@ from router.openai.replies import ErrorBody
 from router.openai.strict_json import cut
 
 log = get_logger("http")
-GRACE_S = 1.0
-LINGER_S = 2.0  # for what a client still sends of a request that has its answer
 
 
 class ClientConnections:
     """The guards of all open connections, by aiohttp's protocol of each."""
 
-    def __init__(self, header_s: float) -> None:
-        self.header_s = header_s
+    def __init__(self, deadlines: Deadlines) -> None:
+        self.header_s = deadlines.http_header_s
+        self.grace_s = min(deadlines.http_grace_s, self.header_s)
         self.guards: dict[asyncio.Protocol, ConnectionGuard] = {}
 
 
@@ -75,12 +74,12 @@ class ConnectionGuard(asyncio.Protocol):
         self._inner.connection_lost(exc)
 
     def _start_timer(self) -> None:
-        header_s, loop = self._connections.header_s, asyncio.get_running_loop()
-        self._timer = loop.call_later(header_s, self._wait_a_little, min(GRACE_S, header_s))
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._connections.header_s, self._wait_a_little)
 
-    def _wait_a_little(self, grace_s: float) -> None:
+    def _wait_a_little(self) -> None:
         """After the loop was busy elsewhere the headers may be here, and not looked at yet."""
-        self._timer = asyncio.get_running_loop().call_later(grace_s, self._expire)
+        self._timer = asyncio.get_running_loop().call_later(self._connections.grace_s, self._expire)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -174,7 +173,7 @@ def make_runner(
     return GuardedRunner(
         app,
         connections,
-        {"keepalive_timeout": deadlines.http_idle_s, "lingering_time": LINGER_S, "access_log": None},
+        {"keepalive_timeout": deadlines.http_idle_s, "lingering_time": deadlines.http_linger_s, "access_log": None},
         handler_cancellation=True,
         shutdown_timeout=shutdown_timeout_s,
     )

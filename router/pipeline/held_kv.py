@@ -31,7 +31,7 @@ async def held(holder: WorkerClient, handle: KVHandle | None, lease_s: float) ->
     finally:
         renewer.cancel()
         if not kept.taken:
-            holder.release(handle.id, handle.epoch)
+            holder.release_unread(handle.id, handle.epoch)
 
 
 async def _renew(holder: WorkerClient, kept: Held, lease_s: float) -> None:

@@ -28,9 +28,7 @@ from router.pipeline.request_run import RequestRun
 
 log = get_logger("pipeline")
 MAX_ATTEMPTS = 6  # at one answer, those together with others included
-RETRY_S = 0.02  # before the second attempt; doubles
 MAX_HANDOVERS = 3  # that may fail, in one request
-PREFILL_TOKENS_S = 200.0  # slower than any engine that is worth waiting for
 
 
 class Pipeline:
@@ -114,7 +112,8 @@ class Pipeline:
                     tries -= 1
                     await self._workers.change(self._deadlines.heartbeat_s)
                 else:  # what struck this worker may have struck others, which is noticed meanwhile
-                    await asyncio.sleep(min(RETRY_S * 2 ** (tries - 1), self._deadlines.heartbeat_s))
+                    pause_s = self._deadlines.retry_s * 2 ** (tries - 1)
+                    await asyncio.sleep(min(pause_s, self._deadlines.heartbeat_s))
                 self._metrics.on_resume(error.code)
                 run.failed_handovers += isinstance(error, HandoverError)
                 request, reason = run.request.request_id, error.message
@@ -186,7 +185,7 @@ class Pipeline:
     def _prefill_patience_s(self, client: WorkerClient, num_tokens: int) -> float:
         """For a worker that has these tokens to compute, after those that it has already."""
         queued = client.charged_tokens + client.load.waiting_tokens
-        return self._deadlines.prefill_s + 5 * (queued + num_tokens) / PREFILL_TOKENS_S
+        return self._deadlines.prefill_of_s(queued + num_tokens)
 
     async def _decode(
         self, run: RequestRun, answers: list[Answer], key: types_pb2.AttemptKey, kept: Held | None

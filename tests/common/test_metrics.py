@@ -202,7 +202,13 @@ async def test_metrics_and_health_are_served():
     state, leases = (True, ""), 3
     metrics = WorkerMetrics("tiny", "prefill", new_registry())
     runner = await serve_worker_http(
-        "127.0.0.1", 0, metrics.registry, lambda: state, lambda: state, lambda: metrics.on_leases(leases, 2 * leases)
+        "127.0.0.1",
+        0,
+        metrics.registry,
+        lambda: state,
+        lambda: state,
+        lambda: metrics.on_leases(leases, 2 * leases),
+        shutdown_s=1.0,
     )
     try:
         host, port = runner.addresses[0][:2]
@@ -233,4 +239,6 @@ async def test_an_occupied_port_is_an_error_that_names_it():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(AddressInUse, match=str(port)):
-            await serve_worker_http("127.0.0.1", port, CollectorRegistry(), lambda: (True, ""), lambda: (True, ""))
+            await serve_worker_http(
+                "127.0.0.1", port, CollectorRegistry(), lambda: (True, ""), lambda: (True, ""), shutdown_s=1.0
+            )

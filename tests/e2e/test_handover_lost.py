@@ -70,13 +70,13 @@ def before_pull(monkeypatch: pytest.MonkeyPatch, deaths: Deaths) -> None:
 
 
 def before_release(monkeypatch: pytest.MonkeyPatch, deaths: Deaths) -> None:
-    release = Claim.release
+    confirm = Claim.confirm
 
     async def late(claim: Claim) -> None:
         await deaths.die(claim.handle.address)
-        await release(claim)
+        await confirm(claim)
 
-    monkeypatch.setattr(Claim, "release", late)
+    monkeypatch.setattr(Claim, "confirm", late)
 
 
 def before_the_answer_to_release(monkeypatch: pytest.MonkeyPatch, deaths: Deaths) -> None:

@@ -27,7 +27,7 @@ async def transport_between(reader_kinds: str, **options) -> str:
     async with holder_process(scale=1.0, lease_s=30.0, **options) as holder:
         async with reader.claimed(await holder.hold()) as claim:
             stats = await claim.pull([(3, 0), (4, 1), (9, 5)])
-            await claim.release()
+            await claim.confirm()
         assert [digest(pool.block(i)) for i in (0, 1, 5)] == [holder.digests[i] for i in (3, 4, 9)]
         await reader.close()
     pool.close()
@@ -66,7 +66,7 @@ async def test_shared_memory_that_cannot_be_reached_gives_way_to_grpc():
     async with running_holder(transports=[Lost(source), GrpcHolder(source)]) as holder:
         async with reader.claimed(holder.hold((3, 4))) as claim:
             assert (await claim.pull([(3, 0), (4, 9)])).transport == "grpc"
-            await claim.release()
+            await claim.confirm()
         assert holder.freed == [3, 4]
         assert (target.block(0), target.block(9)) == (source.block(3), source.block(4))
         await reader.close()

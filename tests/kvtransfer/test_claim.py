@@ -93,7 +93,7 @@ async def test_blocks_arrive_where_they_should_and_the_holder_gets_its_own_back(
     async with reader.claimed(holder.hold()) as claim:
         stats = await claim.pull(PAIRS)
         assert holder.freed == []
-        await claim.release()
+        await claim.confirm()
     assert holder.freed == [3, 4, 9]
     assert stats.bytes == 3 * LAYOUT.block_bytes
     assert stats.transport == "shm"
@@ -107,7 +107,7 @@ async def test_a_part_of_the_blocks_may_be_pulled_or_none(holder, reader, pool):
     for pairs in ([(4, 0)], []):
         async with reader.claimed(holder.hold()) as claim:
             assert (await claim.pull(pairs)).bytes == len(pairs) * LAYOUT.block_bytes
-            await claim.release()
+            await claim.confirm()
     assert pool.block(0) == holder.pool.block(4)
 
 
@@ -142,7 +142,7 @@ async def test_a_second_reader_is_refused_and_the_first_goes_on(holder, reader):
                     pass
         await claim.pull(PAIRS)
         assert holder.freed == []
-        await claim.release()
+        await claim.confirm()
 
 
 async def test_a_reader_that_froze_until_its_lease_ended_gets_kv_expired(holder, reader):
@@ -150,7 +150,7 @@ async def test_a_reader_that_froze_until_its_lease_ended_gets_kv_expired(holder,
         await claim.pull(PAIRS)
         holder.clock.offset += FAST.lease_s
         with pytest.raises(KVExpired):
-            await claim.release()
+            await claim.confirm()
     assert holder.freed == [3, 4, 9]
     assert holder.table.num_expired == 1
 
@@ -161,7 +161,7 @@ async def test_a_copy_that_a_release_by_the_router_overtook_is_void(holder, read
         await claim.pull(PAIRS)
         assert holder.table.release(handle.id, handle.epoch, ROUTER)
         with pytest.raises(KVExpired):
-            await claim.release()
+            await claim.confirm()
 
 
 async def test_an_expired_or_released_handle_cannot_be_claimed(holder, reader):
@@ -178,9 +178,9 @@ async def test_an_expired_or_released_handle_cannot_be_claimed(holder, reader):
 async def test_what_follows_a_release_is_refused(holder, reader):
     async with reader.claimed(holder.hold()) as claim:
         await claim.pull(PAIRS)
-        await claim.release()
+        await claim.confirm()
         with pytest.raises(KVExpired):
-            await claim.release()
+            await claim.confirm()
         with pytest.raises(KVExpired):
             await claim.pull(PAIRS)
     with pytest.raises(KVExpired):
@@ -204,7 +204,7 @@ async def test_the_lease_is_renewed_every_third_until_release(holder):
                 turn.release()
                 await until(lambda count=renewals: holder.service.calls["Renew"] == count + 1)
             await claim.pull(PAIRS)
-            await claim.release()
+            await claim.confirm()
         turn.release()
         await asyncio.sleep(0.05)
         assert holder.service.calls["Renew"] == 6
@@ -224,7 +224,7 @@ async def test_a_refused_renewal_ends_a_running_pull_and_the_claim(gated):
         with pytest.raises(KVExpired):
             await pull
         with pytest.raises(KVExpired):
-            await claim.release()
+            await claim.confirm()
     assert gated.holder.service.calls.get("Release", 0) == 0
 
 
@@ -248,7 +248,7 @@ async def test_a_cut_connection_to_a_living_holder_leaves_the_claim_as_it_is(gat
         assert gated.holder.service.calls["Renew"] == renewals + 2
         gated.gate.set()
         await claim.pull(PAIRS)
-        await claim.release()
+        await claim.confirm()
 
 
 async def test_renewals_that_fail_for_a_lease_make_the_claim_void_even_if_the_holder_comes_back(holder):
@@ -291,7 +291,7 @@ async def test_a_pull_without_progress_is_stalled_but_ends_only_with_its_copy(ga
         with pytest.raises(PullStalled):
             await pull
         with pytest.raises(KVExpired):
-            await claim.release()
+            await claim.confirm()
     assert gated.log == ["open", "begin", "cancelled", "end"]
     await until(lambda: gated.holder.freed == [3, 4, 9])
 
@@ -358,10 +358,10 @@ async def test_a_release_during_a_pull_is_refused(gated):
         pull = asyncio.create_task(claim.pull(PAIRS))
         await until(lambda: "begin" in gated.log)
         with pytest.raises(HandoverError, match="still running"):
-            await claim.release()
+            await claim.confirm()
         gated.gate.set()
         await pull
-        await claim.release()
+        await claim.confirm()
 
 
 async def test_a_pull_that_outlives_its_claim_is_ended(gated):
@@ -380,7 +380,7 @@ async def test_a_release_cancelled_half_way_is_asked_again(holder, reader):
     async def hand_over() -> None:
         async with reader.claimed(holder.hold()) as claim:
             await claim.pull(PAIRS)
-            await claim.release()
+            await claim.confirm()
 
     task = asyncio.create_task(hand_over())
     await until(lambda: holder.service.calls.get("Release"))
@@ -396,7 +396,7 @@ async def test_a_holder_that_is_gone_at_release_makes_the_copy_void(reader):
         await claim.pull(PAIRS)
         await holder.server.stop()
         with pytest.raises(KVExpired) as caught:
-            await claim.release()
+            await claim.confirm()
         assert isinstance(caught.value.__cause__, WorkerLost)
 
 

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from common.deadlines import Deadlines
-from common.rpc.pb import kv_pb2
+from common.rpc.pb import kv_pb2, types_pb2
+from kvtransfer.handle import KVHandle
 from kvtransfer.holder import KVHolder
 from kvtransfer.lease import ROUTER, LeaseTable
 from kvtransfer.transports.shm import ShmHolder
@@ -126,7 +127,8 @@ async def test_renew_and_release_carry_the_tables_answers_and_errors(stage):
 
 def test_a_handle_says_all_that_a_reader_needs(stage):
     lease = stage.table.hold("s", [1, 0], 20)
-    handle = stage.service.handle(lease, address="127.0.0.1:9", request_id="r1", attempt=3)
+    key = types_pb2.AttemptKey(request_id="r1", attempt=3)
+    handle = KVHandle.from_proto(stage.service.handle(lease, address="127.0.0.1:9", key=key))
     assert (handle.id, handle.block_ids, handle.num_tokens) == (lease.id, (1, 0), 20)
     assert (handle.epoch, handle.fingerprint, handle.layout_id) == (EPOCH, FINGERPRINT, LAYOUT.layout_id)
     assert (handle.address, handle.request_id, handle.attempt) == ("127.0.0.1:9", "r1", 3)

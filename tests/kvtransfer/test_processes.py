@@ -43,7 +43,7 @@ async def test_blocks_arrive_byte_for_byte_and_the_holder_is_free_again(reader, 
             async with reader.claimed(await holder.hold()) as claim:
                 assert (await holder.ask("state"))["held_blocks"] == 3
                 await claim.pull(PAIRS)
-                await claim.release()
+                await claim.confirm()
             for source, target in PAIRS:
                 assert digest(pool.block(target)) == holder.digests[source]
         assert await holder.ask("state") == {"held": 0, "held_blocks": 0, "freed": [3, 4, 9] * 2}
@@ -58,7 +58,7 @@ async def test_the_engines_own_pools_hand_over_byte_for_byte():
     async with holder_process(kind="shared") as holder:
         async with reader.claimed(await holder.hold()) as claim:
             assert (await claim.pull(PAIRS)).bytes == 3 * size
-            await claim.release()
+            await claim.confirm()
         assert (await holder.ask("state"))["held"] == 0
         for source, target in PAIRS:
             assert digest(bytes(pool.blocks[target].view(-1).view(dtype=uint8()).numpy())) == holder.digests[source]
@@ -73,7 +73,7 @@ async def test_a_lease_is_kept_alive_past_its_length(reader, pool):
             await asyncio.sleep(1.4)
             assert (await holder.ask("state"))["freed"] == [1, 2]
             await claim.pull(PAIRS)
-            await claim.release()
+            await claim.confirm()
         with pytest.raises(KVExpired):
             async with reader.claimed(unclaimed):
                 pass
@@ -92,7 +92,7 @@ async def test_a_killed_holder_makes_the_copy_void_and_its_memory_is_let_go(read
             await claim.pull(PAIRS)
             if when == "after the pull":
                 await holder.kill()
-            await claim.release()
+            await claim.confirm()
 
     async with holder_process() as holder:
         handle = await holder.hold()
@@ -105,7 +105,7 @@ async def test_an_idle_connection_to_a_killed_holder_does_not_keep_its_memory(re
     mapped = memfds_mapped()
     async with holder_process() as holder:
         async with reader.claimed(await holder.hold()) as claim:
-            await claim.release()
+            await claim.confirm()
         assert (reader.num_connections, memfds_mapped()) == (1, mapped + 1)
         await holder.kill()
         await until(lambda: (reader.num_connections, memfds_mapped()) == (0, mapped))
@@ -118,7 +118,7 @@ async def test_a_frozen_holder_is_noticed_by_the_deadline(reader):
             await claim.pull(PAIRS)
             holder.freeze()
             with pytest.raises(KVExpired):
-                await claim.release()
+                await claim.confirm()
         await until(lambda: reader.num_connections == 0)
 
 
@@ -126,7 +126,7 @@ async def test_a_new_life_at_the_same_address_does_not_honour_the_old_handle(rea
     async with holder_process() as holder:
         old = await holder.hold()
         async with reader.claimed(await holder.hold()) as claim:
-            await claim.release()
+            await claim.confirm()
         await holder.kill()
         port = holder.port
     async with holder_process(port=port, epoch=EPOCH + 1) as holder:
@@ -138,7 +138,7 @@ async def test_a_new_life_at_the_same_address_does_not_honour_the_old_handle(rea
                 pass
         async with reader.claimed(await holder.hold()) as claim:
             await claim.pull(PAIRS)
-            await claim.release()
+            await claim.confirm()
         assert digest(pool.block(0)) == holder.digests[3]
         assert (await holder.ask("state"))["held"] == 0
 

@@ -99,8 +99,8 @@ async def test_one_reader_fetches_from_many_holders_at_once_over_one_connection_
                 assert (reads.num_claims, reads.num_connections) == (2, 2)
                 await two.pull([(1, 2)])
                 await one.pull([(1, 1)])
-                await two.release()
-                await one.release()
+                await two.confirm()
+                await one.confirm()
             assert (pool.block(1), pool.block(2)) == (first.pool.block(1), second.pool.block(1))
         assert first.service.calls == {"Connect": 1, "Prove": 1, "Renew": 2, "Release": 2}
         await reads.close()

@@ -143,7 +143,7 @@ def a_broken_stream_leaves_its_attempts(patch: Patch) -> None:
 
 
 def handles_are_left_to_expire(patch: Patch) -> None:
-    patch.setattr(WorkerClient, "release", lambda self, handle_id, epoch: None)
+    patch.setattr(WorkerClient, "release_unread", lambda self, handle_id, epoch: None)
 
 
 def a_finish_is_believed_twice(patch: Patch) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from common.deadlines import Deadlines
 from common.layout import KVLayout
 from common.rpc.channel import GrpcServer
-from common.rpc.pb import kv_pb2_grpc
+from common.rpc.pb import kv_pb2_grpc, types_pb2
 from kvtransfer.handle import KVHandle
 from kvtransfer.holder import KVHolder
 from kvtransfer.lease import LeaseTable
@@ -156,7 +156,8 @@ class RunningHolder:
 
     def hold(self, block_ids: Sequence[int] = (3, 4, 9)) -> KVHandle:
         lease = self.table.hold("sequence", block_ids, 16 * len(block_ids) - 3)
-        return self.service.handle(lease, address=self.server.address, request_id="r1", attempt=1)
+        key = types_pb2.AttemptKey(request_id="r1", attempt=1)
+        return KVHandle.from_proto(self.service.handle(lease, address=self.server.address, key=key))
 
 
 class CountingHolder(KVHolder):

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from common.deadlines import Deadlines
 from common.rpc.channel import GrpcServer
-from common.rpc.pb import kv_pb2_grpc
+from common.rpc.pb import kv_pb2_grpc, types_pb2
 from kvtransfer.holder import KVHolder
 from kvtransfer.lease import LeaseTable
 from kvtransfer.transport import choose, holders
@@ -79,8 +79,8 @@ async def main(
             case "hold":
                 block_ids = [int(word) for word in words[1:]]
                 lease = table.hold("sequence", block_ids, 16 * len(block_ids))
-                handle = service.handle(lease, address=server.address, request_id="r1", attempt=1)
-                say(handle.to_proto().SerializeToString().hex())
+                key = types_pb2.AttemptKey(request_id="r1", attempt=1)
+                say(service.handle(lease, address=server.address, key=key).SerializeToString().hex())
             case "expire":
                 table.expire(time.monotonic() + lease_s)
                 say(table.num_held)

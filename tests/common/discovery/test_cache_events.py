@@ -21,9 +21,10 @@ from tests.support.redis_tools import QUICK, Cache, a_hash, eventually, lines_of
 KEYS = cache_keys("test", "worker", 7)
 
 
-def a_publisher(redis: Redis, cache: Cache, epoch: int = 7, dead_s: float = 1.0, **options: Any) -> CacheEventPublisher:
-    options = {"flush_s": 0.002} | options
-    deadlines = replace(QUICK, dead_s=dead_s)
+def a_publisher(
+    redis: Redis, cache: Cache, epoch: int = 7, dead_s: float = 1.0, flush_s: float = 0.002, **options: Any
+) -> CacheEventPublisher:
+    deadlines = replace(QUICK, dead_s=dead_s, cache_flush_s=flush_s)
     return CacheEventPublisher(redis, "test", "worker", epoch, cache.snapshot, deadlines, Outage(), **options)
 
 

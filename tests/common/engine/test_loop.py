@@ -6,21 +6,13 @@ import threading
 import pytest
 import torch
 
-from common.engine import loop
 from common.engine.batch import StepOutput
-from common.engine.engine import Engine
-from common.engine.loop import EngineLoop
+from common.engine.engine import Engine, EngineLoop
 from tests.support.builders import ToyRunner, alone, assert_all_free, engine, scheduler, sequence, waits
 
 torch.set_num_threads(1)
-LONG_S = 60.0  # a wait that nothing ended
+LONG_S = 60.0  # the idle wait, so that what comes soon was not just polled for
 SOON_S = 10.0  # bound of what happens at once
-
-
-@pytest.fixture(autouse=True)
-def _long_idle_waits(monkeypatch):
-    """So that what comes soon was not just polled for."""
-    monkeypatch.setattr(loop, "IDLE_WAIT_S", LONG_S)
 
 
 class Stage:
@@ -30,7 +22,7 @@ class Stage:
         self.outputs: queue.Queue[StepOutput] = queue.Queue()
         self.deaths: queue.Queue[BaseException] = queue.Queue()
         self.threads: set[str] = set()
-        self.loop = EngineLoop(one, self.on_output, self.deaths.put)
+        self.loop = EngineLoop(one, [self.on_output], self.deaths.put, idle_s=LONG_S)
 
     def on_output(self, output: StepOutput) -> None:
         self.threads.add(threading.current_thread().name)
@@ -148,7 +140,7 @@ def test_a_bug_ends_the_loop_and_is_told(where, error):
     sched = scheduler()
     stage = Stage(engine(sched))
     if where == "on_output":
-        stage.loop = EngineLoop(engine(sched), broken, stage.deaths.put)
+        stage.loop = EngineLoop(engine(sched), [broken, stage.on_output], stage.deaths.put, idle_s=LONG_S)
     else:
         setattr(sched, where, broken)
     sched.add(sequence())

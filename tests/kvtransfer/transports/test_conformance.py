@@ -101,7 +101,7 @@ async def test_the_named_blocks_arrive_and_no_others_are_touched(transport, shap
         expected = [digest(block) for block in pool.blocks()]
         async with reader.claimed(await holder.hold(*range(num_blocks))) as claim:
             await claim._connection.transport.pull(claim._ticket, pairs, pool, moved.append)
-            await claim.release()
+            await claim.confirm()
         for source, target in pairs:
             expected[target] = holder.digests[source]
         assert [digest(block) for block in pool.blocks()] == expected
@@ -119,7 +119,7 @@ async def test_pulls_at_once_share_a_connection_and_none_gets_anothers_blocks(tr
             async with reader.claimed(handle) as claim:
                 stats = await claim.pull([(block, num_blocks - 1 - block) for block in handle.block_ids])
                 assert (stats.transport, stats.bytes) == (transport.name, len(handle.block_ids) * pool.block_bytes)
-                await claim.release()
+                await claim.confirm()
 
         lock, ask = asyncio.Lock(), holder.ask
 
@@ -259,7 +259,7 @@ async def test_no_copy_is_believed_once_the_holder_may_have_freed_its_blocks(tra
                     await fault(holder, proxy)
                     copy.go.set()
                 await pull
-                await claim.release()
+                await claim.confirm()
 
         with pytest.raises(error):
             await asyncio.wait_for(hand_over(), PATIENCE_S)
@@ -280,7 +280,7 @@ async def test_a_reader_that_is_stuck_does_not_keep_the_holder_from_others(trans
         async def hand_over(reader: KVReader) -> None:
             async with reader.claimed(await holder.hold(*range(pool.num_blocks))) as claim:
                 await claim.pull(pairs)
-                await claim.release()
+                await claim.confirm()
 
         first = asyncio.create_task(hand_over(stuck))
         await until(copy.reached.is_set, PATIENCE_S)

@@ -15,10 +15,11 @@ from common.discovery.cache_events import CacheEventPublisher, cache_keys, pack_
 from common.discovery.redis_client import Outage, connect
 from common.discovery.registry import WorkerRecord
 from router.fleet import prefix_index as router_index
-from router.fleet.prefix_index import LINGER_S, PrefixIndex
+from router.fleet.prefix_index import PrefixIndex
 from tests.support.redis_process import RedisServer
 from tests.support.redis_tools import QUICK, Cache, a_hash, a_record, eventually, lines_of
 
+LINGER_S = QUICK.cache_linger_s
 RECORD = a_record()
 KEYS = cache_keys("test", RECORD.worker_id, RECORD.epoch)
 
@@ -36,8 +37,9 @@ def an_index(redis: Redis, **options: Any) -> PrefixIndex:
 
 
 def a_publisher(redis: Redis, cache: Cache, record: WorkerRecord = RECORD, **options: Any) -> CacheEventPublisher:
+    deadlines = replace(QUICK, cache_flush_s=0.002)
     return CacheEventPublisher(
-        redis, "test", record.worker_id, record.epoch, cache.snapshot, QUICK, Outage(), **({"flush_s": 0.002} | options)
+        redis, "test", record.worker_id, record.epoch, cache.snapshot, deadlines, Outage(), **options
     )
 
 
@@ -209,7 +211,8 @@ async def test_forgotten_worker_has_nothing_and_can_come_back(redis: Redis) -> N
 
 
 @pytest.mark.parametrize(
-    ("since_answer", "expected"), [(None, 1), (0.0, 1), (LINGER_S - 0.001, 1), (LINGER_S, 0), (LINGER_S + 1, 0)]
+    ("since_answer", "expected"),
+    [(None, 1), (0.0, 1), (LINGER_S - 0.001, 1), (LINGER_S, 0), (LINGER_S + 1, 0)],
 )
 async def test_expected_blocks_count_until_the_answer_and_two_seconds_more(
     redis: Redis, since_answer: float | None, expected: int

@@ -82,7 +82,7 @@ async def kinds(stream: AttemptStream, count: int) -> list[type]:
     events = [await stream.next(PATIENCE_S) for _ in range(count)]
     for event in events:
         if isinstance(event, prefill_pb2.FirstTokens):
-            stream.client.release(event.handle.id, event.handle.epoch)
+            stream.client.release_unread(event.handle.id, event.handle.epoch)
     return [type(event) for event in events]
 
 
@@ -348,7 +348,7 @@ async def test_closing_waits_for_releases() -> None:
     async with a_pair() as pair:
         handle = pair.fake.hold()
         pair.fake.releasing.clear()
-        pair.client.release(handle.id, handle.epoch)
+        pair.client.release_unread(handle.id, handle.epoch)
         await asyncio.sleep(0.02)
         closing = asyncio.create_task(pair.client.close())
         await asyncio.sleep(0.02)
@@ -363,10 +363,10 @@ async def test_a_release_that_fails_harms_nobody(caplog: pytest.LogCaptureFixtur
         handle = pair.fake.hold()
         await pair.fake.stop()
         with caplog.at_level(logging.INFO, "kvrelay"):
-            pair.client.release(handle.id, handle.epoch)
+            pair.client.release_unread(handle.id, handle.epoch)
             await pair.client.close()
             assert "handle not released" in [record.getMessage() for record in caplog.records]
-            pair.client.release(handle.id, handle.epoch)  # after the end of all
+            pair.client.release_unread(handle.id, handle.epoch)  # after the end of all
             await asyncio.sleep(0)
         pair.fake.words.held.clear()
 

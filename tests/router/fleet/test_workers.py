@@ -23,7 +23,7 @@ from common.tasks import end
 from common.text.text_model import TextModel
 from router.__main__ import stranger
 from router.fleet.hashed_tokens import HashedTokens
-from router.fleet.prefix_index import LINGER_S, PrefixIndex
+from router.fleet.prefix_index import PrefixIndex
 from router.fleet.workers import Workers
 from router.metrics import RouterMetrics
 from tests.support.fake_cluster import PROMPT, QUICK, FakeCluster, fake_cluster
@@ -434,7 +434,7 @@ async def test_a_prompt_is_expected_where_it_was_sent_and_no_longer_than_that(te
         )
         expectation.answered()
         assert cluster.index.prefix_blocks(worker_id, hashes) == 3
-        cluster.clock.skipped_s += LINGER_S
+        cluster.clock.skipped_s += QUICK.cache_linger_s
         assert cluster.index.prefix_blocks(worker_id, hashes) == 0
 
 
@@ -452,7 +452,7 @@ async def test_expectations_are_withdrawn_however_the_prefill_ends(text: TextMod
             running.cancel()
         await asyncio.wait({running})
         assert not cluster.index._open
-        cluster.clock.skipped_s += LINGER_S
+        cluster.clock.skipped_s += QUICK.cache_linger_s
         assert (
             cluster.workers._index.prefix_blocks(
                 "prefill-0", HashedTokens(LONG).hashes(cluster.prefill.record.model_revision)
