@@ -192,6 +192,9 @@ class World:
 
     async def _ask_again(self) -> None:
         """After all that, everybody answers."""
+        until = self.loop.time() + QUIET_S  # a router that is new waits for no pool that it has never seen
+        while not all(router.workers.ready()[0] for router in self.routers.values()) and self.loop.time() < until:
+            await asyncio.sleep(0.05)
         again = [self.workload.draw(routers=1, plain=True) for _ in self.routers]
         for number, asked in enumerate(again):
             asked.router = number

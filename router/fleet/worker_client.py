@@ -118,6 +118,11 @@ class WorkerClient:
         heard = self._clock() - self._heard_s < self._deadlines.suspect_s
         return self.connected and heard and not self.load.stuck
 
+    @property
+    def heard_s(self) -> float:
+        """When it was heard last, or first heard of, on the clock."""
+        return self._heard_s
+
     def idle_s(self) -> float:
         """Seconds since it got anything done, for whichever attempt: an event, a step, a byte copied."""
         return self._clock() - self._progress_s

@@ -54,6 +54,7 @@ class Workers:
         self._clients: dict[str, WorkerClient] = {}
         self._changed = asyncio.Event()
         self._listed = False  # the registry has been read
+        self._dropped_heard_s = -math.inf  # when a decode worker that is known no more was heard last
         self._random = random.Random(router_id)  # decides between equals, in every router otherwise
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -81,17 +82,23 @@ class Workers:
     def capacity(self) -> Room | None:
         """What the decode pool has for this router: all it has, less the places that other routers' requests take.
 
-        Of each worker it has one at least: a router that came later is not shut out by those before it. None: no
-        decode worker is known, not even one that may come back.
+        Of each worker it has one at least: a router that came later is not shut out by those before it. No seats: the
+        pool is gone and may come back. None: it has not been there within router_queue_s, or never.
         """
-        if self._listed and not any(client.record.role == "decode" for client in self._clients.values()):
+        usable = self.usable("decode")
+        if self._listed and not usable and self._clock() - self._decode_heard_s() > self._deadlines.router_queue_s:
             return None
         room = Room()
-        for client in self.usable("decode"):
+        for client in usable:
             load, places = client.load, client.record.max_num_seqs or math.inf
             others = max(0, load.running + load.waiting - client.num_forks)
             room += Room(max(1, places - others), load.total_blocks or math.inf)
         return room
+
+    def _decode_heard_s(self) -> float:
+        """When a decode worker was heard last."""
+        heard = [client.heard_s for client in self._clients.values() if client.record.role == "decode"]
+        return max([*heard, self._dropped_heard_s])
 
     def ready(self) -> tuple[bool, str]:
         """Whether a request could be answered now, and if not, why."""
@@ -246,6 +253,8 @@ class Workers:
 
     def _drop(self, client: WorkerClient) -> None:
         del self._clients[client.record.worker_id]
+        if client.record.role == "decode":
+            self._dropped_heard_s = max(self._dropped_heard_s, client.heard_s)
         self._index.forget(client.record.worker_id)
         task = asyncio.create_task(client.close())
         self._closing.add(task)

@@ -137,6 +137,7 @@ class RequestBuilder:
             skip_special_tokens=request.skip_special_tokens,
             cache_salt=request.cache_salt or "",
             priority=request.priority,
+            streamed=request.stream,
         )
 
 

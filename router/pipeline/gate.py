@@ -22,6 +22,7 @@ AHEAD = 1.0  # times the decode pool's room is given out; more would wait for a 
 FIRST_GUESS = 128.0  # tokens of an answer, before any has ended
 LEARNING = 0.05  # weight of the newest answer's length, and of its time
 WINDOW = 32  # ends that the rate is taken from
+STATUS = 0.9  # of keepalive_s: by then a streamed request is refused if its refusal is to be a status
 MAX_QUEUED = 1024
 
 
@@ -50,7 +51,11 @@ class QueuedRequest:
 
 
 class Gate:
-    """Lives on one event loop. `capacity` says what the decode pool has for this router now; None: there is no pool."""
+    """Lives on one event loop.
+
+    `capacity` says what the decode pool has for this router now. No seats: it is gone and may come back, which is
+    waited for as for room. None: it is not to be waited for.
+    """
 
     def __init__(
         self,
@@ -64,7 +69,6 @@ class Gate:
         self._deadlines = deadlines
         self._clock = clock
         self._max_queued = max_queued
-        self._announced_s = deadlines.dead_s + deadlines.heartbeat_s
         self._queue: list[QueuedRequest] = []  # in order
         self._arrivals = 0
         self._ends: deque[float] = deque(maxlen=WINDOW)  # of requests, while others waited
@@ -92,12 +96,12 @@ class Gate:
     async def entered(self, request: GenerationRequest) -> AsyncIterator[None]:
         """Waits for room and has it until the block ends.
 
-        Raises Overloaded, at once or when router_queue_s have passed; NoWorker, if none of the pool could be reached
-        in that time, or without a pool after as long as it takes whoever is there to be announced.
+        Raises Overloaded, at once or when router_queue_s have passed; NoWorker at once where there is no pool to wait
+        for, else when it has not come back in that time, or before a streamed request's headers have to go out.
         """
         cost = self.cost(request)
         if self._queue or not self._fits(cost):
-            await self._wait(cost, request.priority)  # whoever grants it counts the cost
+            await self._wait(cost, request)  # whoever grants it counts the cost
         else:
             self.in_use += cost
         began = self._clock()
@@ -131,8 +135,8 @@ class Gate:
             self._ends.clear()
         self.poll()
 
-    async def _wait(self, cost: Room, priority: int) -> None:
-        waiter = QueuedRequest((priority, self._arrivals), cost, asyncio.get_running_loop().create_future())
+    async def _wait(self, cost: Room, request: GenerationRequest) -> None:
+        waiter = QueuedRequest((request.priority, self._arrivals), cost, asyncio.get_running_loop().create_future())
         self._arrivals += 1
         if not self._queue:  # what ended before anybody waited says nothing of how fast this queue moves
             self._ends.clear()
@@ -143,11 +147,9 @@ class Gate:
         try:
             while not waiter.granted.done():
                 waited = self._clock() - began
-                left = (self._announced_s if self._capacity() is None else self._deadlines.router_queue_s) - waited
+                left = self._patience_s(request.streamed, waited) - waited
                 ahead = self._queue.index(waiter)
-                # the rate shows itself while one waits; after the first keep-alive a refusal is no status any more
-                hopeless = waited < self._deadlines.keepalive_s and self._wait_s(ahead) > left
-                if left <= 0 or hopeless:
+                if left <= 0 or self._is_hopeless(ahead, waited):
                     raise self._refusal(ahead)
                 # room comes from elsewhere, too: workers join, other routers' requests end
                 await asyncio.wait({waiter.granted}, timeout=min(left, self._deadlines.heartbeat_s))
@@ -159,6 +161,21 @@ class Gate:
                 self._queue.remove(waiter)
                 self.poll()  # those behind it may take less
             raise
+
+    def _patience_s(self, streamed: bool, waited_s: float) -> float:
+        """How long a request waits in all, by what the pool is now."""
+        capacity, queue_s = self._capacity(), self._deadlines.router_queue_s
+        if capacity is None:
+            return 0.0
+        if streamed and not capacity.seats and waited_s < self._deadlines.keepalive_s:
+            return min(queue_s, STATUS * self._deadlines.keepalive_s)
+        return queue_s
+
+    def _is_hopeless(self, ahead: int, waited_s: float) -> bool:
+        """Whether it would wait for too long at a rate that shows only now, while a refusal still is a status."""
+        seats = (self._capacity() or Room()).seats
+        left = self._deadlines.router_queue_s - waited_s
+        return seats > 0 and waited_s < self._deadlines.keepalive_s and self._wait_s(ahead) > left
 
     def _check_queue(self, ahead: int) -> None:
         """Raises Overloaded for whom there are too many ahead, or too many at all."""

@@ -20,6 +20,7 @@ class GenerationRequest:
     echo: str | None = None  # the prompt's text, to come before each answer
     echo_only: bool = False  # max_tokens 0: nothing comes after it
     priority: int = 0  # lower goes first, as in vLLM
+    streamed: bool = False  # its headers go out by keepalive_s, after which an error is no status any more
 
 
 @dataclass(frozen=True, slots=True)

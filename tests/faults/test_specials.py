@@ -192,14 +192,21 @@ async def test_without_prefill_workers_decode_workers_compute_prompts(cluster: F
     assert asked.report["prefill_worker"] in PREFILL
 
 
-async def test_without_decode_workers_streams_wait_and_go_on(cluster: FaultCluster) -> None:
+async def test_without_decode_workers_streams_wait_and_go_on_and_a_new_one_gets_a_status(cluster: FaultCluster) -> None:
+    """However long they are away: the refusal comes before a keep-alive, which is before the queue deadline."""
     asked = await stream_beside_others(cluster)
-    await asyncio.gather(*map(cluster.kill, DECODE))
-    await asyncio.sleep(DEADLINES.dead_s)
-    late = cluster.ask(STREAM)
-    await asyncio.gather(*map(cluster.start, DECODE))
+    for worker in DECODE:
+        cluster.freeze(worker)
+
+    async def unreachable() -> bool:
+        return await cluster.metric("router", "workers", worker_role="decode", state="ready") == 0
+
+    await eventually(unreachable, "the router has lost both")
+    assert (await cluster.ask(STREAM).answer()).error == "503 no_worker"
+    for worker in DECODE:
+        cluster.thaw(worker)
     assert (await have_survived(cluster, asked))[0] > 1
-    assert await late.answer() == await cluster.reference(STREAM)
+    assert await cluster.ask(STREAM).answer() == await cluster.reference(STREAM)
 
 
 @pytest.mark.parametrize("holders", [("prefill-0",), PREFILL])

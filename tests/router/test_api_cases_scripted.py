@@ -134,3 +134,22 @@ async def test_others_serve_while_a_worker_is_frozen(text: TextModel, role: str)
 
 def test_the_deadlines_of_these_tests_are_short() -> None:
     assert QUICK.dead_s < QUICK.prefill_s < 10.0
+
+
+@BOTH
+async def test_while_the_decode_pool_is_gone_a_stream_gets_a_status_and_a_whole_answer_comes_with_the_pool(
+    text: TextModel, path: str, body: Any
+) -> None:
+    """The stream's headers would go out with a keep-alive, after which a refusal could be no status any more."""
+    async with served(text, keepalive_s=0.2) as (cluster, http):
+        cluster.words.answers = [[*letters(text, "back"), EOS]]
+        gone = cluster.decode
+        await cluster.lose(gone)
+        waiting = asyncio.create_task(http.ask(path, body()))
+        async with http.session.post(http.url + path, json=body(stream=True)) as refusal:
+            assert (refusal.status, refusal.headers["Retry-After"]) == (503, "1")
+            assert (await refusal.json())["error"]["code"] == "no_worker"
+        cluster.fakes.remove(gone)
+        await cluster.show(cluster.prefill, await cluster.add("decode", "decode-1"))
+        status, reply = await waiting
+    assert (status, whole(reply)) == (200, ["back"])

@@ -121,6 +121,11 @@ class FakeCluster:
         self.registry.show(*(fake.record for fake in fakes))
         await eventually(lambda: all(self.client(fake).connected for fake in fakes))
 
+    async def lose(self, fake: FakeWorker) -> None:
+        """It dies, and the router knows."""
+        await fake.stop()
+        await eventually(lambda: not self.client(fake).connected)
+
     def generation(
         self, answers: Sequence[list[int]], prompt: Sequence[int] = PROMPT, params: dict[str, Any] | None = None,
         **request: Any,

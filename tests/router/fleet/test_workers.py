@@ -26,6 +26,7 @@ from router.fleet.hashed_tokens import HashedTokens
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.workers import Workers
 from router.metrics import RouterMetrics
+from router.pipeline.gate import Room
 from tests.support.fake_cluster import PROMPT, QUICK, FakeCluster, fake_cluster
 from tests.support.fake_turns import Turn, Words, accepting, honest
 from tests.support.fake_workers import FakeWorker
@@ -286,6 +287,24 @@ async def test_waiting_for_a_decode_worker_ends_with_one_or_with_the_deadline(te
     async with fake_cluster(text, dead_s=0.3, heartbeat_s=0.1) as cluster:
         with pytest.raises(HandoverError, match="fingerprint is left"):
             await cluster.workers.decode_worker(HashedTokens(PROMPT), "another fingerprint")
+
+
+async def test_a_decode_pool_that_is_gone_may_come_back_until_the_queue_deadline(text: TextModel) -> None:
+    async with fake_cluster(text, listed=False) as cluster:
+        assert cluster.workers.capacity() == Room()  # the registry has not been read
+        cluster.registry.show()
+        assert cluster.workers.capacity() is None  # never seen
+        cluster.registry.show(replace(cluster.decode.record, epoch=6))
+        assert cluster.workers.capacity() == Room()  # announced, not reached yet
+        await cluster.show(*cluster.fakes)
+        assert cluster.workers.capacity().seats > 0
+        await cluster.lose(cluster.decode)
+        assert cluster.workers.capacity() == Room()
+        cluster.registry.show(cluster.prefill.record)
+        assert names(cluster, "decode") == set()
+        assert cluster.workers.capacity() == Room()
+        cluster.workers._clock = lambda: time.monotonic() + QUICK.router_queue_s
+        assert cluster.workers.capacity() is None
 
 
 async def test_a_prompt_beyond_every_workers_context_is_refused_at_once(text: TextModel) -> None:

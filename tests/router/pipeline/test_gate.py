@@ -51,6 +51,12 @@ class Place:
         await turns()
         return self.tasks[name]
 
+    async def reached(self, name: str) -> None:
+        """Waits until it is inside."""
+        async with asyncio.timeout(5):
+            while name not in self.log:
+                await asyncio.sleep(0.001)
+
     async def go(self, name: str) -> None:
         self.inside[name].set()
         await turns()
@@ -210,25 +216,60 @@ async def test_the_wait_ends_with_the_deadline(place: Place) -> None:
         await asyncio.wait_for(waiting, 5)
 
 
-async def test_without_a_pool_the_wait_is_short(place: Place) -> None:
-    """Long enough for workers that are just being announced, too short for a keep-alive to hide the status."""
-    place.capacity = None
-    early, waiting = await place.come("early"), await place.come("waiting")
-    place.now += 4.9
-    await asyncio.sleep(0.05)
+@pytest.mark.parametrize(("streamed", "patience_s"), [(False, 60.0), (True, 9.0)])
+async def test_a_pool_that_is_gone_is_waited_for_until_the_queue_deadline_or_until_headers_have_to_go_out(
+    place: Place, streamed: bool, patience_s: float
+) -> None:
+    """A refusal is a status, and comes before a keep-alive could hide it."""
+    place.capacity = Room()
+    await place.come("first", streamed=streamed)
+    waiting = await place.come("waiting", streamed=streamed)
+    place.now += patience_s - 0.1
+    await asyncio.sleep(2 * QUICK.heartbeat_s)
+    assert place.gate.num_waiting == 2
+    place.capacity = Room(1, 1000)
+    await place.reached("first")
+    place.capacity = Room()
+    place.now += 0.2
+    with pytest.raises(NoWorker):
+        await asyncio.wait_for(waiting, 5)
+    assert patience_s == QUICK.router_queue_s or patience_s < QUICK.keepalive_s
+
+
+async def test_a_streamed_request_whose_headers_are_out_waits_on_for_a_pool_that_goes(place: Place) -> None:
+    place.capacity = Room(1, 1000)
+    await place.come("in")
+    waiting = await place.come("waiting", streamed=True)
+    place.now += QUICK.keepalive_s
+    place.capacity = Room()
+    await place.go("in")
+    await asyncio.sleep(2 * QUICK.heartbeat_s)
     assert not waiting.done()
     place.capacity = Room(1, 1000)
-    await asyncio.sleep(0.05)
-    assert place.log == ["early"]
-    early.cancel()
-    await turns()
-    assert place.log == ["early", "waiting"]
+    await place.reached("waiting")
+
+
+async def test_without_a_pool_to_wait_for_a_request_is_refused_at_once(place: Place) -> None:
+    place.capacity = Room()
+    early = await place.come("early")
     place.capacity = None
-    late = await place.come("late")
-    place.now += 5.1
     with pytest.raises(NoWorker):
-        await asyncio.wait_for(late, 5)
-    assert place.gate._announced_s < QUICK.keepalive_s
+        await (await place.come("late"))
+    with pytest.raises(NoWorker):  # who waits is refused with the next look
+        await asyncio.wait_for(early, 5)
+
+
+async def test_how_fast_requests_failed_without_a_pool_tells_nothing_of_the_wait(place: Place) -> None:
+    """One a second, and eighty wait."""
+    place.capacity = Room(3, 1000)
+    for index in range(80):
+        await place.come(str(index))
+    place.capacity = Room()
+    for index in range(3):
+        place.now += 1.0
+        await place.go(str(index))
+    await asyncio.sleep(2 * QUICK.heartbeat_s)
+    assert place.gate.num_waiting == 77
 
 
 async def test_before_anything_has_ended_in_this_queue_the_usual_time_inside_tells_the_wait(place: Place) -> None:
@@ -244,15 +285,6 @@ async def test_before_anything_has_ended_in_this_queue_the_usual_time_inside_tel
     with pytest.raises(Overloaded) as refusal:
         await (await place.come("l"))
     assert refusal.value.retry_after_s == pytest.approx(2.0)  # four end in 8 s
-
-
-async def test_without_any_worker_the_wait_ends_with_that_reason(place: Place) -> None:
-    place.capacity = Room()
-    waiting = await place.come("a")
-    assert not waiting.done()
-    place.now += 60.0
-    with pytest.raises(NoWorker):
-        await asyncio.wait_for(waiting, 5)
 
 
 @pytest.mark.parametrize("when", ["queued", "inside", "in the turn it is granted"])

@@ -33,9 +33,10 @@ async def leave(generator: Any, waiting: asyncio.Task[Any]) -> None:
 
 
 async def test_leaving_before_prefill(text: TextModel) -> None:
-    async with fake_cluster(text, decode=0) as cluster:
+    async with fake_cluster(text) as cluster:
+        await cluster.lose(cluster.decode)
         generator, waiting = await begin(cluster, cluster.generation([STREAM_OF_4]))
-        await asyncio.sleep(0.02)
+        await eventually(lambda: cluster.pipeline._gate.num_waiting == 1)
         assert cluster.pipeline._running == 1
         await leave(generator, waiting)
         assert cluster.prefill.submissions == []

@@ -252,8 +252,10 @@ async def run_until_late(cluster: FakeCluster) -> Answered:
 @pytest.mark.parametrize("where", ["queue", "prefill", "between", "hand-over", "decode"])
 async def test_a_request_that_takes_too_long_ends_everywhere(text: TextModel, where: str) -> None:
     """The other deadlines are longer here."""
-    async with fake_cluster(text, request_s=0.3, decode=0 if where == "queue" else 1) as cluster:
-        if where == "prefill":
+    async with fake_cluster(text, request_s=0.3) as cluster:
+        if where == "queue":
+            await cluster.lose(cluster.decode)
+        elif where == "prefill":
             cluster.prefill.scripts = [accepting]
         elif where == "between":
             cluster.prefill.scripts = [first_then_no_decode]
@@ -267,7 +269,9 @@ async def test_a_request_that_takes_too_long_ends_everywhere(text: TextModel, wh
 
 @pytest.mark.parametrize("where", ["queue", "between"])
 async def test_waiting_for_a_worker_has_an_end(text: TextModel, where: str) -> None:
-    async with fake_cluster(text, router_queue_s=0.1, decode=0 if where == "queue" else 1) as cluster:
+    async with fake_cluster(text, router_queue_s=0.1) as cluster:
+        if where == "queue":
+            await cluster.lose(cluster.decode)
         cluster.prefill.scripts = [first_then_no_decode]
         answered = await cluster.answer([STREAM_OF_4])
         assert type(answered.error) is NoWorker
