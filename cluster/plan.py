@@ -3,7 +3,6 @@
 import argparse
 import os
 import secrets
-import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -13,7 +12,7 @@ from cluster.local_cluster import Cluster
 from cluster.redis_server import find_redis_server, free_port, server_command
 from common.discovery.config import RedisConfig
 from common.engine.config import EngineConfig
-from common.errors import AddressInUse
+from common.listening import check_bindable
 from common.model.hub import is_hub_name
 from common.model.open import open_model
 from common.settings import POSITIVE, env_of, from_arguments, setting, to_arguments, to_environment
@@ -115,12 +114,7 @@ def check(config: ClusterConfig) -> None:
     """What would fail anyway fails before anything is started. Raises StartupError."""
     if not is_hub_name(config.engine.model):  # those are fetched before, where Ctrl-C can end it
         open_model(config.engine, weights=True)
-    host, port = config.router.host, config.router.port
-    try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
-    except OSError as error:
-        reason = str(error.strerror or error).partition(" (while ")[0]
-        raise AddressInUse(f"--port: can't listen on {host}:{port}: {reason}", field="port") from error
+    check_bindable(config.router.host, config.router.port)
 
 
 def make_cluster(config: ClusterConfig, console: Console) -> Cluster:

@@ -3,9 +3,9 @@
 import math
 from dataclasses import dataclass, field
 
+from common.address import is_address
 from common.block_hash import BLOCK_SIZE
 from common.errors import HandoverError
-from common.rpc.channel import is_address
 from common.rpc.pb import kv_pb2, types_pb2
 from kvtransfer.lease import HANDLE_ID_BYTES
 

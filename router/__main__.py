@@ -12,15 +12,15 @@ from functools import partial
 
 from aiohttp import web
 
+from common.address import join_address
 from common.deadlines import Deadlines
 from common.discovery.config import RedisConfig
 from common.discovery.redis_client import connect
 from common.discovery.registry import Registry, WorkerRecord
-from common.errors import AddressInUse
+from common.listening import listen
 from common.model.open import open_model
 from common.model.source import tokenizer_id
 from common.role import announce_ready, run_role, stop_on_signals
-from common.rpc.channel import join_address
 from common.settings import from_arguments, listed
 from common.tasks import end, until
 from common.text.text_model import TextModel
@@ -90,11 +90,8 @@ async def run(arguments: argparse.Namespace) -> int:
         runner = build_runner(app, deadlines.drain_s)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
-        try:
-            await web.TCPSite(runner, settings.host, settings.port, backlog=BACKLOG).start()
-        except OSError as error:
-            address = join_address(settings.host, settings.port)
-            raise AddressInUse(f"can't listen on {address}: {error.strerror}", field="port") from error
+        for listening in listen(settings.host, settings.port, backlog=BACKLOG):
+            await web.SockSite(runner, listening, backlog=BACKLOG).start()
         stop = stop_on_signals()
         await workers.settle()
         announce_ready("router", f"http://{join_address(*runner.addresses[0][:2])}")

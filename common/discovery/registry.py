@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from redis.asyncio import Redis
 
+from common.address import is_address
 from common.deadlines import Deadlines
 from common.discovery.redis_client import Outage, raise_if_cancelled
 from common.errors import RedisUnreachable
@@ -85,8 +86,7 @@ class WorkerRecord:
         if not 0 <= self.epoch < 2**64:
             raise ValueError(f"epoch is {_short(self.epoch)}, not a 64-bit number")
         for name in ("address", "http_address"):
-            host, _, port = getattr(self, name).rpartition(":")
-            if not (host and port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
+            if not is_address(getattr(self, name)):
                 raise ValueError(f"{name} is {_short(getattr(self, name))}, not host:port")
         for name in ("max_model_len", "num_blocks", "block_size"):
             if getattr(self, name) < 1:

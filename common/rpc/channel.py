@@ -1,17 +1,15 @@
 """What every gRPC server and channel here has in common: limits, keepalive, health and a clean stop."""
 
-import errno
-import re
-import socket
 from collections.abc import Callable, Sequence
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from common.address import join_address
 from common.deadlines import Deadlines
-from common.errors import AddressInUse, ConfigError
+from common.errors import AddressInUse
+from common.listening import check_bindable
 
-ADDRESS = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[^\s/:\[\]]+):([0-9]{1,5})")  # host:port, IPv6 in brackets
 MAX_MESSAGE_BYTES = 64 * 2**20  # a submission of a million tokens has 5 MB
 Options = Sequence[tuple[str, int]]
 OpenChannel = Callable[[str, Deadlines], grpc.aio.Channel]
@@ -42,6 +40,7 @@ def channel_options(deadlines: Deadlines) -> Options:
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", max(100, _milliseconds(deadlines.suspect_s))),
         ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.enable_http_proxy", 0),  # proxies of the environment are for the world outside
     ]
 
 
@@ -78,7 +77,7 @@ class GrpcServer:
 
     def bind(self) -> None:
         """Takes the port; nothing is answered yet. Raises AddressInUse, or ConfigError for an impossible address."""
-        _check_bindable(self._host, self.port)
+        check_bindable(self._host, self.port)  # gRPC doesn't say what is wrong, and takes a part for success
         try:
             self.port = self.server.add_insecure_port(self.address)
         except RuntimeError as error:  # another process was quicker than the check
@@ -104,37 +103,3 @@ class GrpcServer:
         """
         await self._health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
-
-
-def join_address(host: str, port: int) -> str:
-    """host:port, with brackets around an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
-
-
-def is_address(text: str) -> bool:
-    """Whether it is host:port, with a port that something can be reached at."""
-    match = ADDRESS.fullmatch(text)
-    return match is not None and 0 < int(match[1]) < 2**16
-
-
-def _check_bindable(host: str, port: int) -> None:
-    """Tries plain sockets first: gRPC doesn't say what is wrong, and takes a part of a host's addresses for success."""
-    address = join_address(host, port)
-    if not 0 <= port < 2**16:
-        raise ConfigError(f"port must be in [0, 65536), got {port}", field="port")
-    try:
-        places = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"can't bind {address}: {error}", field="host") from error
-    problems: list[OSError] = []
-    for family, kind, protocol, _, place in places:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(place)
-        except OSError as error:
-            problems.append(error)
-    if any(problem.errno == errno.EADDRINUSE for problem in problems):
-        raise AddressInUse(f"{address} is in use by another process", field="port")
-    if len(problems) == len(places):  # some are normal: localhost may have an IPv6 address that the host lacks
-        raise ConfigError(f"can't bind {address}: {problems[0].strerror}", field="host")

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from common.address import Address, is_any, join_address
+from common.errors import ConfigError
 from common.settings import PORTS, setting
 
 
@@ -25,3 +27,23 @@ class WorkerConfig:
         30.0, "seconds that running requests get to end after SIGTERM", within=(0.0, 86400.0)
     )
     deadline_scale: float = setting(1.0, "factor on all time-outs; for tests", within=(1e-3, 1e3))
+
+
+def check_reachable(settings: WorkerConfig) -> None:
+    """What others are told must be an address that can be called. Raises ConfigError."""
+    if not settings.advertise:
+        if is_any(settings.host):
+            problem = f"--host {settings.host} needs --advertise: nobody can call that address"
+            raise ConfigError(problem, field="advertise")
+        return
+    try:
+        host = Address.parse(settings.advertise).host
+        if is_any(host):
+            raise ValueError(f"nobody can call {host}")
+    except ValueError as error:
+        raise ConfigError(f"--advertise must be host:port: {error}", field="advertise") from error
+
+
+def http_address(host: str, address: str, bound_host: str, bound_port: int) -> str:
+    """Where others find the metrics of the worker at `address`: what is bound to every address is there, too."""
+    return join_address(Address.parse(address).host if is_any(host) else bound_host, bound_port)

@@ -6,7 +6,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from common.engine.batch import EngineLoad, StepOutput
-from common.errors import AddressInUse
+from common.listening import listen
 from common.metrics import MetricMaker, metrics_response, new_registry
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -122,6 +122,7 @@ async def serve_worker_http(
 
         return answer
 
+    sockets = listen(host, port, flag="metrics-port")
     app = web.Application()
     app.add_routes(
         [
@@ -132,9 +133,6 @@ async def serve_worker_http(
     )
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=shutdown_s)
     await runner.setup()
-    try:
-        await web.TCPSite(runner, host, port).start()
-    except OSError as error:
-        await runner.cleanup()
-        raise AddressInUse(f"metrics: can't listen on {host}:{port}: {error.strerror}", field="metrics_port") from error
+    for listening in sockets:
+        await web.SockSite(runner, listening).start()
     return runner

@@ -25,21 +25,20 @@ from common.engine.batch import StepOutput
 from common.engine.build import BuiltEngine, build_engine
 from common.engine.config import EngineConfig
 from common.engine.engine import Engine, EngineLoop
-from common.errors import ConfigError, EngineFailure, RedisUnreachable
+from common.errors import EngineFailure, RedisUnreachable
 from common.log import get_logger, log_event
 from common.memory import proportional_bytes
 from common.progress_bar import progress
 from common.role import announce_ready, run_role, stop_on_signals
-from common.rpc.channel import GrpcServer, is_address, join_address
+from common.rpc.channel import GrpcServer
 from common.settings import from_arguments
 from common.tasks import end, watch
 from common.version import VERSION
-from common.worker.config import WorkerConfig
+from common.worker.config import WorkerConfig, check_reachable, http_address
 from common.worker.health import Health
 from common.worker.metrics import WorkerMetrics, serve_worker_http
 
 log = get_logger("worker")
-ANY_ADDRESS = ("0.0.0.0", "::", "[::]", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +115,7 @@ def run_worker(
         settings = from_arguments(WorkerConfig, arguments)
         redis_settings = from_arguments(RedisConfig, arguments)
         deadlines = replace(Deadlines().scaled(settings.deadline_scale), drain_s=settings.drain_timeout)
-        if settings.advertise and not is_address(settings.advertise):
-            raise ConfigError(f"--advertise must be host:port, got {settings.advertise!r}", field="advertise")
-        if settings.host in ANY_ADDRESS and not settings.advertise:
-            raise ConfigError(
-                f"--host {settings.host} needs --advertise: nobody can call that address", field="advertise"
-            )
+        check_reachable(settings)
         async with AsyncExitStack() as stack:
             redis = await connect(redis_settings.redis_url, deadlines)
             stack.push_async_callback(redis.aclose)
@@ -224,7 +218,7 @@ async def running(
         role=info.role,
         worker_id=info.worker_id,
         address=info.address,
-        http_address=join_address(*http.addresses[0][:2]),
+        http_address=http_address(settings.host, info.address, *http.addresses[0][:2]),
         epoch=info.epoch,
         fingerprint=info.fingerprint,
         model_revision=info.model_revision,

@@ -13,7 +13,6 @@ from common.rpc.channel import (
     MAX_MESSAGE_BYTES,
     GrpcServer,
     channel_options,
-    join_address,
     open_channel,
     server_options,
 )
@@ -70,18 +69,6 @@ async def test_a_port_in_use_is_refused_whoever_has_it(server):
             assert caught.value.field == "port"
             assert str(port) in caught.value.message
             await second.stop()
-
-
-async def test_a_port_in_use_on_one_address_of_a_host_is_refused(monkeypatch):
-    def two_addresses(host, port, **_):
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, port)) for ip in ("127.0.0.2", "127.0.0.1")]
-
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        server = GrpcServer("localhost", other.getsockname()[1], FAST)
-        monkeypatch.setattr(socket, "getaddrinfo", two_addresses)
-        with pytest.raises(AddressInUse):
-            await server.start()
-    await server.stop()
 
 
 async def test_a_port_is_free_again_after_stop():
@@ -165,9 +152,18 @@ def test_a_hanging_peer_is_given_up_at_dead_s(scale, suspect_ms, patience_ms):
         assert options["grpc.keepalive_timeout_ms"] == options["grpc.http2.ping_timeout_ms"] == patience_ms
 
 
-@pytest.mark.parametrize(
-    ("host", "address"),
-    [("127.0.0.1", "127.0.0.1:1"), ("pod.svc", "pod.svc:1"), ("::1", "[::1]:1"), ("[::1]", "[::1]:1")],
-)
-def test_addresses_have_brackets_around_ipv6(host, address):
-    assert join_address(host, 1) == address
+@pytest.mark.parametrize("name", ["http_proxy", "https_proxy", "grpc_proxy"])
+async def test_a_proxy_of_the_environment_is_not_for_calls_between_workers(name, server, monkeypatch):
+    called = asyncio.Event()
+
+    async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        called.set()
+        writer.close()
+
+    listener = await asyncio.start_server(proxy, "127.0.0.1", 0)
+    monkeypatch.setenv(name, f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("no_grpc_proxy", raising=False)
+    async with listener, open_channel(server.address, FAST) as channel:
+        assert await health(channel) == NOT_SERVING
+    assert not called.is_set()

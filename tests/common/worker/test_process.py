@@ -108,8 +108,8 @@ def test_what_keeps_a_worker_down_is_one_line(model: Path, redis_server: RedisSe
         cases: list[tuple[str, dict[str, Any]]] = [
             (r"no usable Redis at redis://127.0.0.1:1/0: .*", {"redis_url": "redis://127.0.0.1:1/0"}),
             (r"redis_url must be redis://.*", {"redis_url": "http://127.0.0.1"}),
-            (rf"127.0.0.1:{port} is in use by another process", {"port": port}),
-            (rf".*{port}.*", {"metrics_port": port}),
+            (rf"--port: can't listen on 127.0.0.1:{port}: Address already in use", {"port": port}),
+            (rf"--metrics-port: .*{port}.*", {"metrics_port": port}),
             (r".*nowhere.*", {"model": tmp_path / "nowhere"}),
             (r".*model.safetensors.*", {"model": broken_model(model, tmp_path / "cut", "cut")}),
             (r".*model.safetensors.*", {"model": broken_model(model, tmp_path / "header", "header")}),
@@ -117,8 +117,11 @@ def test_what_keeps_a_worker_down_is_one_line(model: Path, redis_server: RedisSe
             (r".*Mamba.*", {"model": broken_model(model, tmp_path / "mamba", "architecture")}),
             (r".*KV pool.*max_model_len.*", {"kv_cache_memory": "64Ki"}),
             (r"no transport 'pigeon'.*", {"transport": "pigeon"}),
-            (r"--advertise must be host:port, got 'http://here'", {"advertise": "http://here"}),
-            (r"--advertise must be host:port, got 'here:0'", {"advertise": "here:0"}),
+            (r"--host: can't bind \[10.0.0.5\]:0: .*", {"host": "[10.0.0.5]"}),
+            (r"--advertise must be host:port: 'http://here' .*", {"advertise": "http://here"}),
+            (r"--advertise must be host:port: 'fd00::1:7001' .*", {"advertise": "fd00::1:7001"}),
+            (r"--advertise must be host:port: nobody can call ::", {"host": "::", "advertise": "[::]:7001"}),
+            (r"--host 0:0::0 needs --advertise.*", {"host": "0:0::0"}),
         ]
         starts = json.dumps([flags_of(**({"model": str(model), "redis_url": redis_server.url} | c)) for _, c in cases])
         done = subprocess.run(
