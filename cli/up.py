@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 
+from cli.environment import check_environment
 from cluster.children import Console
 from cluster.local_cluster import run_until_signal
 from cluster.plan import PER_WORKER, ClusterConfig, UpConfig, make_cluster
@@ -21,6 +22,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(arguments: argparse.Namespace) -> int:
+    check_environment("up")
     config = ClusterConfig.from_arguments(arguments)
     open_model(config.engine, weights=True)  # from the hub: once, not by each process
     return run_until_signal(_run(config))

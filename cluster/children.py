@@ -47,7 +47,7 @@ class ChildSpec:
 
     name: str
     command: tuple[str, ...]
-    env: Mapping[str, str] | None = None  # None: as here
+    env: Mapping[str, str] | None = field(default=None, repr=False)  # None: as here; may hold secrets
     parse_ready: Callable[[str], Ready | None] = Ready.parse
     essential: bool = False  # its end is the cluster's
     verbose: bool = True  # its output is shown

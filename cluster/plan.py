@@ -31,7 +31,7 @@ class UpConfig:
 
     prefill: int = setting(1, "prefill workers (0: decode workers compute the prompts, too)", within=(0, None))
     decode: int = setting(1, "decode workers", within=POSITIVE)
-    redis_url: str | None = setting(None, "an existing Redis (default: one of the cluster's own)")
+    redis_url: str | None = setting(None, "an existing Redis (default: one of the cluster's own)", secret=True)
     redis_namespace: str | None = setting(None, "prefix of all keys (default: a random one)")
     restart: bool = setting(False, "start again what dies")
     startup_timeout: int = setting(300, "seconds until all must be ready", within=POSITIVE)
@@ -65,10 +65,15 @@ def divided_threads(workers: int) -> list[int]:
     return [max(1, cores // workers + (index < cores % workers)) for index in range(workers)]
 
 
+def setting_names() -> set[str]:
+    """Environment names of all settings of all roles."""
+    kinds = (UpConfig, RouterConfig, RequestLimits, EngineConfig, WorkerConfig, RedisConfig)
+    return {env_of(item) for kind in kinds for item in fields(kind)}
+
+
 def child_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Without our settings, which the children get as flags."""
-    kinds = (UpConfig, RouterConfig, RequestLimits, EngineConfig, WorkerConfig)
-    settings = {env_of(item) for kind in kinds for item in fields(kind)}
+    """Without our settings, which the children get as flags; secrets are put back by whoever passes them on."""
+    settings = setting_names()
     return {name: value for name, value in environ.items() if name not in settings} | {"PYTHONUNBUFFERED": "1"}
 
 

@@ -6,14 +6,16 @@ from pathlib import Path
 
 from common.errors import ConfigError
 
+CACHE_ENV = "KVRELAY_CACHE"
+
 
 def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
     """$KVRELAY_CACHE, else kvrelay in the user's cache directory. Raises ConfigError where there is neither."""
-    if own := environ.get("KVRELAY_CACHE"):
+    if own := environ.get(CACHE_ENV):
         return Path(own).expanduser().absolute()
     if (shared := environ.get("XDG_CACHE_HOME")) and os.path.isabs(shared):  # a relative one is to be ignored
         return Path(shared) / "kvrelay"
     try:
         return Path.home() / ".cache" / "kvrelay"
     except RuntimeError as error:
-        raise ConfigError("there is no home directory: set KVRELAY_CACHE", field="KVRELAY_CACHE") from error
+        raise ConfigError(f"there is no home directory: set {CACHE_ENV}", field=CACHE_ENV) from error

@@ -10,6 +10,7 @@ from dataclasses import MISSING, Field, field, fields
 from typing import Any, TypeVar
 
 from common.errors import ConfigError
+from common.service_links import service_links
 
 ENV_PREFIX = "KVRELAY_"
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
@@ -98,6 +99,7 @@ def add_arguments(
     environ: Mapping[str, str] = os.environ,
 ) -> None:
     """Adds a flag for each field of the configs, once; the environment gives defaults. Raises ConfigError."""
+    links = service_links(environ)
     parser.allow_abbrev = False  # what isn't a field's flag is an error
     seen = {action.dest for action in parser._actions} | set(skip)
     for config in configs:
@@ -108,9 +110,9 @@ def add_arguments(
             seen.add(item.name)
             kind = _value_type(hints[item.name])
             default = None if item.default is MISSING else item.default
-            text = environ.get(env_of(item))
+            text = None if env_of(item) in links else environ.get(env_of(item))
             if text is not None:
-                default = _from_env(env_of(item), text, kind, item.metadata["choices"])
+                default = _from_env(item, text, kind)
             options: dict[str, Any] = {"default": default, "help": item.metadata["help"], "dest": item.name}
             if kind is bool:
                 options["action"] = argparse.BooleanOptionalAction
@@ -122,7 +124,8 @@ def add_arguments(
             parser.add_argument(f"--{flag_of(item)}", **options)
 
 
-def _from_env(name: str, text: str, kind: type, choices: tuple[str, ...]) -> Any:
+def _from_env(item: Field[Any], text: str, kind: type) -> Any:
+    name, choices = env_of(item), item.metadata["choices"]
     try:
         if kind is bool:
             return {"1": True, "true": True, "0": False, "false": False}[text.lower()]

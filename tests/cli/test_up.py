@@ -75,8 +75,8 @@ def test_workers_start_together_before_the_router(prefill, decode, names):
 def test_a_cluster_brings_its_own_redis_first_unless_one_is_named():
     stages = plan(config(UpConfig()))
     assert [spec.name for spec in stages[0]] == ["redis"]
-    url = flags_of(stages[1][0].command, RedisConfig).redis_url
-    assert all(flags_of(spec.command, RedisConfig).redis_url == url for stage in stages[1:] for spec in stage)
+    url = stages[1][0].env["KVRELAY_REDIS_URL"]
+    assert all(spec.env["KVRELAY_REDIS_URL"] == url for stage in stages[1:] for spec in stage)
     assert stages[0][0].parse_ready("1:M * Ready to accept connections").address == url
 
 
@@ -100,6 +100,15 @@ def test_keys_reach_the_router_alone_and_are_in_no_command_line():
     assert flags_of(router.command, RequestLimits) == cluster.limits
     assert not any("s3cret" in " ".join(spec.command) for spec in (*workers, router))
     assert not any("KVRELAY_API_KEY" in spec.env for spec in workers)
+
+
+def test_the_password_of_redis_reaches_every_role_and_is_in_no_command_line_and_no_repr():
+    url = "redis://:s3cret@elsewhere/0"
+    cluster = config(UpConfig(redis_url=url))
+    specs = [spec for stage in plan(cluster) for spec in stage]
+    assert [spec.env["KVRELAY_REDIS_URL"] for spec in specs] == [url] * 3
+    assert not any("s3cret" in " ".join(spec.command) for spec in specs)
+    assert "s3cret" not in repr(cluster) + repr(specs)
 
 
 def test_a_random_namespace_is_shared_by_one_cluster_and_no_other():

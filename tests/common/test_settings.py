@@ -143,6 +143,35 @@ def test_ports_are_held_to_their_bounds(port, allowed):
             from_arguments(WorkerConfig, arguments)
 
 
+LINKS = {
+    "KVRELAY_SERVICE_HOST": "10.96.0.12",
+    "KVRELAY_SERVICE_PORT": "8000",
+    "KVRELAY_SERVICE_PORT_HTTP": "8000",
+    "KVRELAY_PORT": "tcp://10.96.0.12:8000",
+    "KVRELAY_PORT_8000_TCP": "tcp://10.96.0.12:8000",
+    "KVRELAY_PORT_8000_TCP_PROTO": "tcp",
+    "KVRELAY_PORT_8000_TCP_PORT": "8000",
+    "KVRELAY_PORT_8000_TCP_ADDR": "10.96.0.12",
+}
+
+
+@pytest.mark.parametrize("prefix", ["KVRELAY", "KVRELAY_METRICS"])
+@pytest.mark.parametrize("url", ["tcp://10.96.0.12:8000", "udp://10.96.0.12:8000", "tcp://[fd00::12]:8000"])
+def test_links_to_a_service_of_our_name_are_no_settings(prefix, url):
+    environ = {name.replace("KVRELAY", prefix, 1): text for name, text in (LINKS | {"KVRELAY_PORT": url}).items()}
+    assert from_arguments(WorkerConfig, parse(configs=[WorkerConfig], environ=environ)) == WorkerConfig()
+
+
+def test_a_port_that_is_set_beside_links_counts():
+    arguments = parse(configs=[WorkerConfig], environ=LINKS | {"KVRELAY_PORT": "7001"})
+    assert arguments.port == 7001
+
+
+def test_a_url_that_no_service_explains_is_a_mistake():
+    with pytest.raises(ConfigError, match=r"KVRELAY_PORT='tcp://0\.0\.0\.0:8000' is not a whole number"):
+        parse(configs=[WorkerConfig], environ={"KVRELAY_PORT": "tcp://0.0.0.0:8000"})
+
+
 def test_bounds_hold_for_values_of_the_environment_too():
     with pytest.raises(ConfigError, match="--max-num-seqs"):
         engine("--model", "m", environ={"KVRELAY_MAX_NUM_SEQS": "0"})
@@ -187,7 +216,7 @@ ENGINE = EngineConfig(model="m")
         ),
         WorkerConfig(host="::1", port=1, advertise="h:1", log_level="debug"),
         RouterConfig(model="m", port=0, served_model_name=""),
-        RedisConfig(redis_url="redis://h:1/0", redis_namespace="n"),
+        RedisConfig(redis_namespace="n"),
     ],
 )
 def test_the_flags_of_a_config_make_the_same_config(config):
@@ -198,6 +227,9 @@ def test_a_secret_is_in_no_flag_and_no_repr_and_goes_by_the_environment():
     config = RouterConfig(model="m", api_key="s3cret")
     assert "s3cret" not in f"{config} {to_arguments(config)}"
     assert to_environment(config) == {"KVRELAY_API_KEY": "s3cret"}
+    redis = RedisConfig(redis_url="redis://:s3cret@h:1/0")
+    assert "s3cret" not in f"{redis} {to_arguments(redis)}"
+    assert to_environment(redis) == {"KVRELAY_REDIS_URL": "redis://:s3cret@h:1/0"}
     arguments = parse(*to_arguments(config), configs=[RouterConfig], environ=to_environment(config))
     assert from_arguments(RouterConfig, arguments) == config
     assert to_environment(RouterConfig(model="m")) == {}
