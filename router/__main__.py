@@ -14,6 +14,7 @@ from aiohttp import web
 
 from common.address import join_address
 from common.deadlines import Deadlines
+from common.discovery.access import prove_access
 from common.discovery.config import RedisConfig
 from common.discovery.redis_client import connect
 from common.discovery.registry import Registry, WorkerRecord
@@ -58,6 +59,7 @@ async def run(arguments: argparse.Namespace) -> int:
     async with AsyncExitStack() as stack:
         redis = await connect(redis_settings.redis_url, deadlines)
         stack.push_async_callback(redis.aclose)
+        await prove_access(redis, redis_settings, deadlines, writes=False)
         registry = Registry(redis, namespace, deadlines)
         index = PrefixIndex(redis, namespace, deadlines, registry.outage)
         workers = Workers(

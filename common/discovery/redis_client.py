@@ -18,6 +18,7 @@ from common.log import get_logger, log_event
 
 LOGGER = get_logger("redis")
 CLOSED_HANDLE = "the handler is closed"  # uvloop's RuntimeError where the peer has reset the connection
+STANDALONE = "standalone"
 OLDEST_REDIS = (6, 2)  # XTRIM MINID
 
 
@@ -26,10 +27,15 @@ class Outage:
 
     def __init__(self) -> None:
         self._failing: set[str] = set()
+        self._kind = ""
 
     @property
     def active(self) -> bool:
         return bool(self._failing)
+
+    def told_with(self, reason: str) -> str:
+        """The reason for a readiness, and Redis's state where it has one; without addresses, anybody may ask."""
+        return f"{reason}; {self._kind}" if self.active else reason
 
     @contextlib.contextmanager
     def noticed(self, part: str) -> Iterator[None]:
@@ -39,15 +45,23 @@ class Outage:
         except (RedisError, OSError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and CLOSED_HANDLE not in str(error):
                 raise
-            reason = str(error) or type(error).__name__
+            reason = reason_of(error)
+            state = "redis refuses commands" if isinstance(error, ResponseError) else "redis is gone"
+            self._kind = f"{state} ({type(error).__name__})"
             if not self._failing:
-                log_event(LOGGER, logging.WARNING, "redis is gone, going on without", part=part, reason=reason)
+                log_event(LOGGER, logging.WARNING, f"{state}, going on without", part=part, reason=reason)
             self._failing.add(part)
             raise RedisUnreachable(f"Redis can't be used: {reason}") from error
         if part in self._failing:
             self._failing.discard(part)
             if not self._failing:
                 log_event(LOGGER, logging.WARNING, "redis is back", part=part)
+
+
+def reason_of(error: Exception) -> str:
+    """Its text, without the command that redis-py puts before it."""
+    text = str(error).rpartition("caused error: ")[2]
+    return text.removeprefix("(").removesuffix(",)").strip("'\"") or type(error).__name__
 
 
 def raise_if_cancelled() -> None:
@@ -66,7 +80,7 @@ async def connect(redis_url: str, deadlines: Deadlines) -> Redis:
 
     The URL may hold a password: it goes into no message as a whole.
     """
-    endpoint = _endpoint(redis_url)
+    endpoint = endpoint_of(redis_url)
     try:
         client = Redis.from_url(
             redis_url,
@@ -81,7 +95,7 @@ async def connect(redis_url: str, deadlines: Deadlines) -> Redis:
     try:
         async with asyncio.timeout(deadlines.connect_s):
             await client.ping()
-            await _check_version(client)
+            await _check_server(client)
     except (RedisError, OSError, UnicodeError) as error:
         await client.aclose()
         reason = str(error) or f"no answer within {deadlines.connect_s:g} s"
@@ -92,7 +106,7 @@ async def connect(redis_url: str, deadlines: Deadlines) -> Redis:
     return client
 
 
-def _endpoint(redis_url: str) -> str:
+def endpoint_of(redis_url: str) -> str:
     """Where the URL points, without user and password. Raises ConfigError that doesn't quote it."""
     usage = "redis_url must be redis://[user:password@]host:port/database (or rediss:// or unix://)"
     try:
@@ -110,11 +124,14 @@ def _endpoint(redis_url: str) -> str:
     return f"{parts.scheme}://{parts.hostname or 'localhost'}:{port}{parts.path}"
 
 
-async def _check_version(client: Redis) -> None:
+async def _check_server(client: Redis) -> None:
     try:
-        version = str((await client.info("server"))["redis_version"])
+        info = await client.info("server")
+        version, mode = str(info["redis_version"]), info.get("redis_mode", STANDALONE)
     except (ResponseError, KeyError):  # not permitted, or not Redis itself
         return
+    if mode != STANDALONE:  # transactions are over keys that a cluster would put in several places
+        raise RedisError(f"it runs as {mode}, a {STANDALONE} one is needed")
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers and tuple(map(int, numbers.groups())) < OLDEST_REDIS:
         raise RedisError(f"version {version} is too old, 6.2 is needed")

@@ -17,9 +17,10 @@ from redis.asyncio import Redis
 
 from common.block_hash import BLOCK_SIZE
 from common.deadlines import Deadlines
+from common.discovery.access import prove_access
 from common.discovery.cache_events import CacheEventPublisher
 from common.discovery.config import RedisConfig
-from common.discovery.redis_client import connect
+from common.discovery.redis_client import Outage, connect
 from common.discovery.registry import Registry, WorkerRecord
 from common.engine.batch import StepOutput
 from common.engine.build import BuiltEngine, build_engine
@@ -119,6 +120,7 @@ def run_worker(
         async with AsyncExitStack() as stack:
             redis = await connect(redis_settings.redis_url, deadlines)
             stack.push_async_callback(redis.aclose)
+            await prove_access(redis, redis_settings, deadlines, writes=True)
             server = GrpcServer(settings.host, settings.port, deadlines)
             server.bind()
             stack.push_async_callback(server.stop)
@@ -209,8 +211,8 @@ async def running(
         settings.host,
         settings.metrics_port,
         metrics.registry,
-        health.live,
-        health.ready,
+        partial(_told, health.live, registry.outage),
+        partial(_told, health.ready, registry.outage),
         service.measure,
         shutdown_s=deadlines.heartbeat_s,
     )
@@ -257,6 +259,12 @@ async def running(
         what, death = deaths[0]
         log_event(log, logging.CRITICAL, f"{what} died", exc_info=death)
         raise EngineFailure(f"{what} died: {death}") from death
+
+
+def _told(ask: Callable[[], tuple[bool, str]], outage: Outage) -> tuple[bool, str]:
+    """Without Redis a worker goes on for those who know it, so it is still ready; but it says so."""
+    good, reason = ask()
+    return good, outage.told_with(reason)
 
 
 async def _watch(worker: Worker) -> None:

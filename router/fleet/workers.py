@@ -101,14 +101,15 @@ class Workers:
         return max([*heard, self._dropped_heard_s])
 
     def ready(self) -> tuple[bool, str]:
-        """Whether a request could be answered now, and if not, why."""
+        """Whether a request could be answered now, and if not, or only just, why."""
+        told_with = self._registry.outage.told_with
         if not self.usable("decode"):
             others = f" ({len(self._strangers)} workers of other models are ignored)" if self._strangers else ""
-            return False, f"no decode worker{others}"
+            return False, told_with(f"no decode worker{others}")
         listed = any(client.record.role == "prefill" for client in self._clients.values())
         if listed and not self.usable("prefill"):
-            return True, "no prefill worker is reachable: decode workers serve alone"
-        return True, "ready"
+            return True, told_with("no prefill worker is reachable: decode workers serve alone")
+        return True, told_with("ready")
 
     def pick_prefill(
         self, context: HashedTokens, decode: WorkerClient, failed: Collection[str] = (), fingerprint: str | None = None

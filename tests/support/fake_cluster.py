@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from common.deadlines import Deadlines
+from common.discovery.redis_client import Outage
 from common.discovery.registry import WorkerRecord
 from common.sampling import SamplingParams
 from common.tasks import end
@@ -50,6 +51,7 @@ class FakeRegistry:
     """Lists what a test says, at once; until then it has not been read."""
 
     def __init__(self) -> None:
+        self.outage = Outage()
         self._seen: Callable[[list[WorkerRecord]], None] = lambda records: None
 
     def show(self, *records: WorkerRecord) -> None:

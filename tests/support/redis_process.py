@@ -4,6 +4,7 @@ import os
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -27,9 +28,12 @@ class RedisServer:
     Start it from a thread that lives as long as the process (see common.parent_death.die_with_parent).
     """
 
-    def __init__(self, executable: Path | None = None, *, port: int = 0, start_s: float = 10.0) -> None:
+    def __init__(
+        self, executable: Path | None = None, *, port: int = 0, start_s: float = 10.0, options: Sequence[str] = ()
+    ) -> None:
         self.executable = executable
         self.start_s = start_s
+        self._options = options
         self.port = port
         self._any_port = port == 0
         self._process: subprocess.Popen[bytes] | None = None
@@ -68,7 +72,7 @@ class RedisServer:
             try:
                 self._output = tempfile.TemporaryFile()  # noqa: SIM115  (stop() closes it; it has no name)
                 self._process = subprocess.Popen(
-                    dying_with_parent(server_command(executable, self.port)),
+                    dying_with_parent([*server_command(executable, self.port), *self._options]),
                     cwd=directory,
                     stdin=subprocess.DEVNULL,
                     stdout=self._output,

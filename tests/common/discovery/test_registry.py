@@ -252,3 +252,22 @@ async def test_cancellation_at_any_moment_ends_the_loop(redis: Redis, loop: str)
         done, _ = await asyncio.wait([task], timeout=20)
         assert done
         assert task.cancelled()
+
+
+async def test_a_redis_that_refuses_writes_is_told_once_and_until_it_takes_them_again(
+    own_redis_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    redis = await connect(own_redis_server.url, QUICK)
+    registry, record = a_registry(redis), a_record()
+    async with announcing(registry, record):
+        await listed(registry, [record])
+        assert registry.outage.told_with("ok") == "ok"
+        await redis.config_set("maxmemory", 1)
+        await eventually(lambda: registry.outage.active)
+        assert registry.outage.told_with("ok") == "ok; redis refuses commands (OutOfMemoryError)"
+        await redis.config_set("maxmemory", 0)
+        await eventually(lambda: not registry.outage.active)
+        await listed(registry, [record])
+    assert registry.outage.told_with("ok") == "ok"
+    assert lines_of(caplog) == ["redis refuses commands, going on without", "redis is back"]
+    await redis.aclose()

@@ -547,5 +547,8 @@ async def test_redis_takes_nobody_away(own_redis_server: RedisServer, outage: st
         for _ in range(20):
             await asyncio.sleep(QUICK.heartbeat_s / 2)
             assert workers.usable("decode") == [client]
+        if outage != "empty":
+            await eventually(lambda: workers.ready()[1].startswith("ready; redis is gone ("))
+            assert workers.ready()[0]
         if outage == "frozen":
             os.kill(own_redis_server.pid, signal.SIGCONT)
