@@ -17,6 +17,7 @@ UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "g
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", re.ASCII | re.IGNORECASE)
 PORTS = (0, 65535)
 POSITIVE = (1, None)
+TIMES = (0.001, 7 * 86400.0)  # seconds
 
 
 class Bytes(int):

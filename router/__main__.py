@@ -7,13 +7,11 @@ import sys
 import time
 from collections.abc import Sequence, Set
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from functools import partial
 
 from aiohttp import web
 
 from common.address import join_address
-from common.deadlines import Deadlines
 from common.discovery.access import prove_access
 from common.discovery.config import RedisConfig
 from common.discovery.redis_client import connect
@@ -32,8 +30,6 @@ from router.fleet.workers import Workers
 from router.metrics import RouterMetrics
 from router.pipeline.pipeline import Pipeline
 
-BACKLOG = 4096  # connections that wait for the event loop to accept them; with too few the kernel resets some
-
 
 def stranger(record: WorkerRecord, names: Set[str], tokenizer: str) -> str:
     """Why a worker is not one to ask here: it serves a model of another name, or speaks other token ids."""
@@ -48,7 +44,7 @@ async def run(arguments: argparse.Namespace) -> int:
     """Serves until a signal; returns the exit status."""
     settings = from_arguments(RouterConfig, arguments)
     redis_settings = from_arguments(RedisConfig, arguments)
-    deadlines = replace(Deadlines().scaled(settings.deadline_scale), drain_s=settings.drain_timeout)
+    deadlines = settings.deadlines()
     source = await asyncio.to_thread(open_model, settings, weights=False)
     tokenizer = await asyncio.to_thread(tokenizer_id, source)
     text = await asyncio.to_thread(TextModel.load, source)
@@ -92,8 +88,8 @@ async def run(arguments: argparse.Namespace) -> int:
         runner = build_runner(app, deadlines.drain_s)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
-        for listening in listen(settings.host, settings.port, backlog=BACKLOG):
-            await web.SockSite(runner, listening, backlog=BACKLOG).start()
+        for listening in listen(settings.host, settings.port, backlog=settings.backlog):
+            await web.SockSite(runner, listening, backlog=settings.backlog).start()
         stop = stop_on_signals()
         await workers.settle()
         announce_ready("router", f"http://{join_address(*runner.addresses[0][:2])}")

@@ -37,6 +37,7 @@ INLINE_BODY = 32 * 2**10  # bytes; larger ones are parsed and tokenized in a thr
 DONE = "[DONE]"
 CONNECTIONS = web.AppKey("connections", ClientConnections)
 DEADLINES = web.AppKey("deadlines", Deadlines)
+LIMITS = web.AppKey("limits", RequestLimits)
 Made = TypeVar("Made")
 
 
@@ -213,7 +214,7 @@ def build_app(
         require_key(api_keys),
     ]
     app = web.Application(client_max_size=limits.max_body_size, middlewares=middlewares)
-    app[CONNECTIONS], app[DEADLINES] = connections, deadlines
+    app[CONNECTIONS], app[DEADLINES], app[LIMITS] = connections, deadlines, limits
     app.add_routes([*api.routes(), *pages.routes()])
     app.on_response_prepare.extend([add_request_id, allow_origins(allowed_origins)])
     return app
@@ -224,4 +225,4 @@ def build_runner(app: web.Application, shutdown_timeout_s: float) -> web.AppRunn
 
     Its cleanup() takes no new connection and gives the answers that run so many seconds to end.
     """
-    return make_runner(app, app[CONNECTIONS], app[DEADLINES], shutdown_timeout_s)
+    return make_runner(app, app[CONNECTIONS], app[DEADLINES], app[LIMITS], shutdown_timeout_s)

@@ -1,10 +1,11 @@
 """Settings of a worker process."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.address import Address, is_any, join_address
+from common.deadlines import Deadlines
 from common.errors import ConfigError
-from common.settings import PORTS, setting
+from common.settings import PORTS, TIMES, setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,15 @@ class WorkerConfig:
         30.0, "seconds that running requests get to end after SIGTERM", within=(0.0, 86400.0)
     )
     deadline_scale: float = setting(1.0, "factor on all time-outs; for tests", within=(1e-3, 1e3))
+    request_timeout: float = setting(
+        Deadlines().request_s, "seconds that a request may take here; as for the routers", within=TIMES
+    )
+
+    def deadlines(self) -> Deadlines:
+        """Every wait of this worker."""
+        return replace(
+            Deadlines(request_s=self.request_timeout).scaled(self.deadline_scale), drain_s=self.drain_timeout
+        )
 
 
 def check_reachable(settings: WorkerConfig) -> None:

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -115,7 +115,7 @@ def run_worker(
     async def main(arguments: argparse.Namespace) -> int:
         settings = from_arguments(WorkerConfig, arguments)
         redis_settings = from_arguments(RedisConfig, arguments)
-        deadlines = replace(Deadlines().scaled(settings.deadline_scale), drain_s=settings.drain_timeout)
+        deadlines = settings.deadlines()
         check_reachable(settings)
         async with AsyncExitStack() as stack:
             redis = await connect(redis_settings.redis_url, deadlines)

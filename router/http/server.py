@@ -10,6 +10,7 @@ from aiohttp.typedefs import Handler, Middleware
 from common.deadlines import Deadlines
 from common.errors import InvalidRequest, KVRelayError, SlowClient
 from common.log import get_logger, log_event
+from router.config import RequestLimits
 from router.http.error_replies import http_error, json_reply, name_request
 from router.http.sse import ClientGone
 from router.openai.replies import ErrorBody
@@ -167,13 +168,24 @@ def tell_guards(connections: ClientConnections) -> Middleware:
 
 
 def make_runner(
-    app: web.Application, connections: ClientConnections, deadlines: Deadlines, shutdown_timeout_s: float
+    app: web.Application,
+    connections: ClientConnections,
+    deadlines: Deadlines,
+    limits: RequestLimits,
+    shutdown_timeout_s: float,
 ) -> web.AppRunner:
     """A handler whose client leaves is cancelled, which is what closes its generations."""
     return GuardedRunner(
         app,
         connections,
-        {"keepalive_timeout": deadlines.http_idle_s, "lingering_time": deadlines.http_linger_s, "access_log": None},
+        {
+            "keepalive_timeout": deadlines.http_idle_s,
+            "lingering_time": deadlines.http_linger_s,
+            "access_log": None,
+            "max_line_size": limits.max_header_size,
+            "max_field_size": limits.max_header_size,
+            "max_headers": limits.max_header_count,
+        },
         handler_cancellation=True,
         shutdown_timeout=shutdown_timeout_s,
     )

@@ -11,7 +11,9 @@ from contextlib import asynccontextmanager
 import pytest
 
 from common.deadlines import Deadlines
+from common.settings import Bytes
 from common.text.text_model import TextModel
+from router.config import RequestLimits
 from tests.support.http_tools import COMPLETION, HELLO, PATIENCE_S, Served, serve
 from tests.support.tiny_text import model_directory
 
@@ -90,6 +92,26 @@ async def test_a_body_that_is_announced_as_too_large_is_refused_before_it_comes(
         raw.writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n{")
         answer = await asyncio.wait_for(raw.reader.readuntil(b"\r\n"), 10)
     assert status_of(answer) == 413
+
+
+@pytest.mark.parametrize(
+    ("limits", "size", "count", "status"),
+    [
+        (RequestLimits(), 8190, 1, 200),
+        (RequestLimits(), 8200, 1, 400),
+        (RequestLimits(max_header_size=Bytes(2**16)), 60_000, 1, 200),
+        (RequestLimits(max_header_size=Bytes(2**16)), 66_000, 1, 400),
+        (RequestLimits(), 1, 130, 400),
+        (RequestLimits(max_header_count=200), 1, 130, 200),
+    ],
+)
+async def test_headers_are_taken_up_to_the_limits(
+    text: TextModel, limits: RequestLimits, size: int, count: int, status: int
+) -> None:
+    lines = b"".join(b"X-%d: %s\r\n" % (number, b"x" * (size - len("X-0"))) for number in range(count))
+    async with serve(text, *HELLO, limits=limits) as served, connection(served) as raw:
+        raw.writer.write(HEAD + lines + b"\r\n" + BODY)
+        assert status_of(await asyncio.wait_for(raw.reader.readuntil(b"\r\n"), PATIENCE_S)) == status
 
 
 @pytest.mark.parametrize("sent", [b"", BODY[:-1]], ids=["nothing", "all but a byte"])
