@@ -12,17 +12,24 @@ class KVRelayError(Exception):
     code: ClassVar[str] = "internal"
     http_status: ClassVar[int] = 500
     resumable: ClassVar[bool] = False  # the router may submit again with what it has sent
+    public: ClassVar[str] = "internal error"  # what clients hear: the message may name machines; "": they hear it
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.field = field
 
+    @property
+    def told(self) -> str:
+        """The text for whoever is outside."""
+        return self.public or self.message
+
 
 class InvalidRequest(KVRelayError):
     """The client's fault; nothing ran."""
 
     code, http_status = "invalid_request", 400
+    public = ""
 
 
 class ContextLengthExceeded(InvalidRequest):
@@ -37,10 +44,12 @@ class SlowClient(InvalidRequest):
 
 class Unauthorized(KVRelayError):
     code, http_status = "invalid_api_key", 401
+    public = ""
 
 
 class NotFound(KVRelayError):
     code, http_status = "not_found", 404
+    public = ""
 
 
 class ModelNotFound(NotFound):
@@ -51,6 +60,7 @@ class Overloaded(KVRelayError):
     """Refused before any work; `retry_after_s` goes into the Retry-After header."""
 
     code, http_status, resumable = "overloaded", 429, True
+    public = ""
 
     def __init__(self, message: str, *, field: str | None = None, retry_after_s: float = 1.0) -> None:
         super().__init__(message, field=field)
@@ -61,34 +71,40 @@ class Cancelled(KVRelayError):
     """The client left, or the sequence was aborted."""
 
     code, http_status = "cancelled", 499
+    public = "cancelled"
 
 
 class Timeout(KVRelayError):
     """A deadline of common/deadlines.py passed."""
 
     code, http_status, resumable = "timeout", 504, True
+    public = "no worker made progress with the request in time"
 
 
 class RequestTimeout(Timeout):
     """The whole request took too long; there is no second try."""
 
     code, resumable = "request_timeout", False
+    public = ""
 
 
 class Unavailable(KVRelayError):
     """Nobody can serve this now."""
 
     code, http_status = "unavailable", 503
+    public = "nobody can serve this now"
 
 
 class NoWorker(Unavailable):
     code = "no_worker"
+    public = ""
 
 
 class WorkerLost(Unavailable):
     """The stream to a worker broke with work on it."""
 
     code, resumable = "worker_lost", True
+    public = "the request was lost with the workers that had it"
 
 
 class Draining(Unavailable):
@@ -99,6 +115,7 @@ class EngineFailure(KVRelayError):
     """A forward pass failed; its sequences are gone, the worker goes on."""
 
     code, resumable = "engine_failure", True
+    public = "the model's computation failed"
 
 
 class TokenMismatch(KVRelayError):
@@ -111,6 +128,7 @@ class HandoverError(KVRelayError):
     """The KV could not be handed over; the request resumes by prefilling again."""
 
     code, http_status, resumable = "handover_failed", 503, True
+    public = "the KV cache could not be handed over"
 
 
 class KVExpired(HandoverError):
@@ -169,6 +187,7 @@ class ModelError(StartupError):
     """The model can't be loaded: missing, corrupt, or of an unsupported kind."""
 
     code = "model"
+    public = ""
 
 
 class AddressInUse(StartupError):

@@ -7,11 +7,13 @@ import os
 import string
 import sys
 from collections.abc import Mapping
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
 from common.errors import ConfigError
 
+request_id: ContextVar[str] = ContextVar("request_id", default="")  # of what this task works for; in all its lines
 FORMAT_ENV = "KVRELAY_LOG_FORMAT"
 ROOT = "kvrelay"
 SECRET = frozenset(
@@ -28,6 +30,8 @@ def get_logger(name: str) -> logging.Logger:
 def log_event(logger: logging.Logger, level: int, event: str, /, *, exc_info: Any = None, **values: Any) -> None:
     """One event with its values. Prompts, keys and handle ids are left out by name, bytes and containers by type."""
     if logger.isEnabledFor(level):
+        if request := request_id.get():
+            values.setdefault("request_id", request)
         logger.log(level, "%s", event, exc_info=exc_info, extra={"values": values})
 
 

@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
+from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,9 +101,10 @@ class Connections:
         key = (address, epoch)
         task = self._current.get(key)
         if task is None:
-            task = asyncio.create_task(self._connect(address, epoch))
+            shared = Context()  # it outlives the request that needs it first: its log lines are not that request's
+            task = asyncio.create_task(self._connect(address, epoch), context=shared)
             self._current[key] = task
-            task.add_done_callback(lambda done: self._connected(key, done))
+            task.add_done_callback(lambda done: self._connected(key, done), context=shared)
         connection = await asyncio.shield(task)  # it is shared: who waits may be cancelled, it goes on
         if connection.retired:
             raise HandoverError(f"holder {address} went away right after the handshake")

@@ -112,6 +112,8 @@ class Api:
         except TimeoutError:
             error: KVRelayError = RequestTimeout(f"the request took more than {self._deadlines.request_s:g} s")
         except Exception as caught:
+            if not events.started:
+                raise
             error = known_error(caught)
         if not events.started:
             raise error

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from google.protobuf.message import Message
 
 from common.errors import Draining, EpochMismatch, FingerprintMismatch, InvalidRequest, KVRelayError, StaleAttempt
-from common.log import get_logger, log_event
+from common.log import get_logger, log_event, request_id
 from common.rpc.convert import content_of, envelopes, error_to_proto
 from common.rpc.pb import decode_pb2, types_pb2
 from common.tasks import end
@@ -167,12 +167,14 @@ class RelayServer:
 
     async def _run(self, submit: Submit, session: Session, name: str, leaving: Sequence[asyncio.Task[None]]) -> None:
         submission = submission_of(submit)
+        request_id.set(submission.key.request_id[:MAX_REQUEST_ID])
         try:
             if leaving:
                 await asyncio.wait(leaving)
             self._check(submission, session)
             await self._serve(submit, session, name)
         except KVRelayError as error:
+            log_event(log, logging.INFO, "attempt failed", number=submission.key.attempt, code=error.code, reason=error)
             self._fail(submission.key, session, error)
         except Exception as error:
             log_event(log, logging.ERROR, "attempt failed", exc_info=error)

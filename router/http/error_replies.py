@@ -4,20 +4,18 @@ import logging
 import math
 import re
 import secrets
-from contextvars import ContextVar
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from common.errors import KVRelayError, Overloaded
-from common.log import get_logger, log_event
+from common.log import get_logger, log_event, request_id
 from router.metrics import RouterMetrics
 from router.openai.replies import ErrorBody, ErrorDetail
 from router.openai.strict_json import cut
 
 log = get_logger("http")
 USABLE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-request_id: ContextVar[str] = ContextVar("request_id", default="")  # as the client knows it, for its reply and for logs
 RETRY_AFTER_S = 1.0  # of a 503
 CLIENT_LEFT = 499  # nobody gets this status; it is counted
 
@@ -59,11 +57,13 @@ async def add_request_id(_: web.Request, response: web.StreamResponse) -> None:
 
 
 def known_error(error: Exception) -> KVRelayError:
-    """What is no error of ours is a defect: the log has it, the client hears only that it happened."""
-    if isinstance(error, KVRelayError):
-        return error
-    log_event(log, logging.ERROR, "request failed", request_id=request_id.get(), exc_info=error)
-    return KVRelayError("internal error")
+    """What clients may not hear is in the log, under the request's id; what is no error of ours is a defect."""
+    if not isinstance(error, KVRelayError):
+        log_event(log, logging.ERROR, "request failed", exc_info=error)
+        return KVRelayError(KVRelayError.public)
+    if error.told != error.message:
+        log_event(log, logging.WARNING, "request failed", code=error.code, reason=error.message)
+    return error
 
 
 def json_reply(text: str, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

@@ -119,7 +119,8 @@ class ErrorBody(BaseModel):
             kind = "rate_limit_error"
         else:
             kind = "invalid_request_error" if 400 <= error.http_status < 499 else "server_error"
-        return cls(error=ErrorDetail(message=error.message, type=kind, param=error.field, code=error.code))
+        param = None if error.public else error.field  # of messages between our own processes
+        return cls(error=ErrorDetail(message=error.told, type=kind, param=param, code=error.code))
 
 
 def server_timing(reports: Sequence[Report]) -> dict[str, str]:

@@ -80,7 +80,7 @@ class Pipeline:
             run.outbox.put_nowait(error)
         except Exception as error:
             log_event(log, logging.ERROR, "request failed", request=run.request.request_id, exc_info=error)
-            run.outbox.put_nowait(KVRelayError("internal error"))
+            run.outbox.put_nowait(KVRelayError(KVRelayError.public))
 
     @asynccontextmanager
     async def _entered(self, run: RequestRun) -> AsyncIterator[None]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from common.errors import KVRelayError, TokenMismatch
+from common.log import request_id as log_id
 from common.rpc.convert import params_to_proto, scores_from_proto
 from common.rpc.pb import decode_pb2, prefill_pb2, types_pb2
 from common.text.text_model import TextModel
@@ -31,6 +32,8 @@ class RequestRun:
         self._metrics = metrics
         self._clock = clock
         self._began = clock()
+        # As logs have it, the workers' too: by what the client knows it, and by what no other request has.
+        self._name = ":".join(filter(None, (log_id.get(), self.request.request_id)))
         self._last_token_s = [0.0] * self.request.n
         self._params = params_to_proto(self.request.params)
         self._prompt = HashedTokens(self.request.prompt_ids, self.request.cache_salt)
@@ -62,7 +65,7 @@ class RequestRun:
         a newer attempt of a request ends the older one there, and forks run side by side.
         """
         self.report.attempts += 1
-        request_id = self.request.request_id
+        request_id = self._name
         if len(answers) == 1 and self.request.n > 1:
             request_id += f".{answers[0].index}"
         return types_pb2.AttemptKey(request_id=request_id, attempt=self.report.attempts)

@@ -1,5 +1,6 @@
 """Logs are one line an event, in text or JSON, and never carry prompts, keys or handle ids."""
 
+import asyncio
 import io
 import json
 import logging
@@ -7,7 +8,7 @@ import logging
 import pytest
 
 from common.errors import ConfigError
-from common.log import FORMAT_ENV, get_logger, log_event, setup_logging
+from common.log import FORMAT_ENV, get_logger, log_event, request_id, setup_logging
 
 
 @pytest.fixture(autouse=True)
@@ -110,3 +111,14 @@ def test_a_traceback_is_kept(log_format):
 def test_an_unknown_format_is_an_error():
     with pytest.raises(ConfigError, match=FORMAT_ENV):
         setup_logging("info", "router", environ={FORMAT_ENV: "xml"})
+
+
+async def test_lines_of_a_task_name_the_request_it_works_for():
+    async def work(name):
+        request_id.set(name)
+        await asyncio.sleep(0)
+        return logged("odd", seen=1)
+
+    lines = await asyncio.gather(*map(work, ("a", "b")))
+    assert [line.split(" odd ")[1] for line in lines] == ["seen=1 request_id=a\n", "seen=1 request_id=b\n"]
+    assert logged("odd", seen=1).endswith(" odd seen=1\n")

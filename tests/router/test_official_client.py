@@ -72,9 +72,9 @@ async def test_errors_are_the_clients_own(text: TextModel, error: KVRelayError, 
 
 
 async def test_error_event_ends_the_stream_with_an_error(text: TextModel) -> None:
-    async with client_of(text, delta("a"), EngineFailure("broken")) as client:
+    async with client_of(text, delta("a"), EngineFailure("torch said no")) as client:
         stream = await client.completions.create(model=MODEL, prompt="hello", stream=True)
-        with pytest.raises(openai.APIError, match="broken"):
+        with pytest.raises(openai.APIError, match="computation failed"):
             [chunk async for chunk in stream]
 
 

@@ -465,3 +465,15 @@ async def test_a_stream_whose_commands_can_not_be_read_ends_and_says_why(caplog:
 
     await asyncio.wait_for(relay_of(Service()).Relay(broken(), Written()), 5)
     assert "ValueError" in caplog.text
+
+
+@pytest.mark.parametrize("error", [EngineFailure("torch said no"), RuntimeError("a defect")])
+async def test_a_failed_attempt_is_logged_with_the_request_it_belongs_to(
+    worker: Running, stream: WorkerStream, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "kvrelay")
+    worker.service.error = error
+    await stream.submit(request="client-7:abc")
+    await stream.event("failed", "client-7:abc")
+    [line] = [record for record in caplog.records if record.getMessage() == "attempt failed"]
+    assert line.values["request_id"] == "client-7:abc"

@@ -4,14 +4,17 @@ import asyncio
 import gzip
 import json
 import logging
+import re
 from typing import Any
 
 import pytest
 
 from common.errors import (
+    BY_CODE,
     ContextLengthExceeded,
     Draining,
     EngineFailure,
+    HandoverError,
     InvalidRequest,
     KVExpired,
     KVRelayError,
@@ -19,6 +22,7 @@ from common.errors import (
     Overloaded,
     RequestTimeout,
     Timeout,
+    WorkerLost,
 )
 from common.settings import Bytes
 from common.text.text_model import TextModel
@@ -63,9 +67,52 @@ async def test_before_the_first_delta_are_a_status(
     async with serve(text, error) as served:
         response, reply = await served.post(path, {**body, "stream": stream})
     assert response.status == status
-    wanted = {"message": error.message, "type": kind, "param": error.field, "code": code}
+    wanted = {"message": error.told, "type": kind, "param": error.field, "code": code}
     assert reply == {"error": wanted}
     assert response.headers.get("Retry-After") == {429: "3", 503: "1"}.get(status)
+
+
+INSIDE = [
+    WorkerLost("worker decode-7 was lost (UNAVAILABLE: ipv4:10.1.2.3:7001: Connection refused)"),
+    Timeout("worker decode-7 made no progress"),
+    HandoverError("holder 10.1.2.3:7001: no handshake in 5 s"),
+    KVExpired("the holder did not confirm: holder 10.1.2.3:7001: Release failed: DEADLINE_EXCEEDED", field="handle"),
+    EngineFailure("forward pass failed: mat1 and mat2 shapes cannot be multiplied (3x10 and 1x2)", field="block_ids"),
+    KVRelayError("internal error: RuntimeError at 10.1.2.3:7001"),
+    RuntimeError("shapes of 10.1.2.3:7001"),
+]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("error", INSIDE, ids=lambda error: type(error).__name__)
+async def test_what_happened_inside_is_for_the_log_under_the_requests_id(
+    text: TextModel, error: Exception, begun: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serve(text, *([delta("a")] if begun else []), error) as served:
+        response, events = await served.stream("/v1/completions", COMPLETION, headers={"X-Request-Id": "client-7"})
+    heard = json.loads(events[-1].removeprefix("data: "))["error"]
+    assert not re.search(r"10\.1\.2\.3|decode-7|shapes|UNAVAILABLE|RuntimeError", json.dumps(heard))
+    assert heard["message"]
+    assert heard["param"] is None
+    [line] = [record for record in caplog.records if record.getMessage() == "request failed"]
+    assert line.values["request_id"] == "client-7" == response.headers["X-Request-Id"]  # type: ignore[attr-defined]
+    assert line.exc_info or str(error) == line.values["reason"]  # type: ignore[attr-defined]
+
+
+def test_only_kinds_whose_every_message_is_written_for_clients_show_it() -> None:
+    shown = {code for code, kind in BY_CODE.items() if not kind.public}
+    assert shown == {
+        "context_length_exceeded",
+        "invalid_api_key",
+        "invalid_request",
+        "model",
+        "model_not_found",
+        "no_worker",
+        "not_found",
+        "overloaded",
+        "request_timeout",
+        "request_too_slow",
+    }
 
 
 @pytest.mark.parametrize(("path", "body"), BOTH)
@@ -73,7 +120,12 @@ async def test_after_the_first_delta_are_an_event_and_the_end(text: TextModel, p
     async with serve(text, delta("a"), EngineFailure("broken")) as served:
         response, events = await served.stream(path, body)
     assert response.status == 200
-    error = {"message": "broken", "type": "server_error", "param": None, "code": "engine_failure"}
+    error = {
+        "message": "the model's computation failed",
+        "type": "server_error",
+        "param": None,
+        "code": "engine_failure",
+    }
     assert json.loads(events[-1].removeprefix("data: ")) == {"error": error}
     assert "data: [DONE]" not in events
 

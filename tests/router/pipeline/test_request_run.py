@@ -6,6 +6,7 @@ from typing import Any, cast
 import pytest
 
 from common.errors import EngineFailure, HandoverError, KVExpired, TokenMismatch
+from common.log import request_id
 from common.rpc.convert import params_from_proto
 from common.rpc.pb import decode_pb2, prefill_pb2
 from common.sampling import SamplingParams
@@ -116,3 +117,14 @@ def test_the_report_adds_up_attempts(text: TextModel) -> None:
         prompt_tokens=3, cached_tokens=16, attempts=2, prefill_worker="p", prefill_queue_s=0.5, prefill_s=1.0,
         handover_s=0.25, handover_bytes=200, transport="shm", decode_queue_s=2.0, decode_cached_tokens=32,
     )  # fmt: skip
+
+
+def test_workers_know_a_request_by_the_clients_name_and_its_own(text: TextModel) -> None:
+    """Two live requests of one client's name are two to a worker."""
+    token = request_id.set("client-7")
+    try:
+        run = a_run(text, n=2)
+    finally:
+        request_id.reset(token)
+    assert run.next_attempt(run.answers).request_id == "client-7:request"
+    assert run.next_attempt(run.answers[1:]).request_id == "client-7:request.1"
