@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from common.errors import KVRelayError
+from common.first_process import leave_first_place
 from common.version import VERSION
 
 COMMANDS = {
@@ -53,6 +54,7 @@ def _run(argv: Sequence[str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
+    leave_first_place()
     try:
         status = _run(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from cluster.children import ChildSpec, Console, Ready
 from cluster.local_cluster import Cluster
 from cluster.redis_server import find_redis_server, free_port, server_command
+from common.control_groups import usable_cores
 from common.discovery.config import RedisConfig
 from common.engine.config import EngineConfig
 from common.listening import check_bindable
@@ -61,7 +62,7 @@ class ClusterConfig:
 
 def divided_threads(workers: int) -> list[int]:
     """This process's cores over the workers, at least one each."""
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     return [max(1, cores // workers + (index < cores % workers)) for index in range(workers)]
 
 

@@ -11,11 +11,12 @@ CACHE_ENV = "KVRELAY_CACHE"
 
 def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
     """$KVRELAY_CACHE, else kvrelay in the user's cache directory. Raises ConfigError where there is neither."""
-    if own := environ.get(CACHE_ENV):
-        return Path(own).expanduser().absolute()
-    if (shared := environ.get("XDG_CACHE_HOME")) and os.path.isabs(shared):  # a relative one is to be ignored
-        return Path(shared) / "kvrelay"
+    shared = environ.get("XDG_CACHE_HOME", "")
     try:
+        if own := environ.get(CACHE_ENV):
+            return Path(own).expanduser().absolute()
+        if os.path.isabs(shared):  # a relative one is to be ignored
+            return Path(shared) / "kvrelay"
         return Path.home() / ".cache" / "kvrelay"
     except RuntimeError as error:
         raise ConfigError(f"there is no home directory: set {CACHE_ENV}", field=CACHE_ENV) from error

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.block_hash import BLOCK_SIZE
+from common.control_groups import ControlGroups
 from common.errors import ConfigError
 
-CGROUPS = Path("/sys/fs/cgroup")
 PROCESS_BYTES = 500 * 2**20  # interpreter, torch and the rest of a worker, apart from weights and pool
 
 
@@ -51,20 +51,16 @@ def choose_num_blocks(size: int, *, block_bytes: int, longest: int, field: str) 
     return blocks
 
 
-def memory_limit() -> int:
-    """Bytes of this machine, or of the tightest control group (version 2) that this process is in."""
-    limits = [_status("/proc/meminfo", "MemTotal")]
-    for group in _groups():
-        text = _read(group / "memory.max")
-        if text and text != "max":
-            limits.append(int(text))
-    return min(limits)
+def memory_limit(groups: ControlGroups | None = None) -> int:
+    """Bytes of this machine, or of the tightest control group that this process is in."""
+    machine = _status("/proc/meminfo", "MemTotal")
+    return min(machine, (groups or ControlGroups()).memory_limit() or machine)
 
 
-def available_memory() -> int:
+def available_memory(groups: ControlGroups | None = None) -> int:
     """Bytes that this process can still take: the machine's, or its control group's where that is less."""
-    available = _status("/proc/meminfo", "MemAvailable")
-    return min([available, *(_group_available(group, available) for group in _groups())])
+    machine, left = _status("/proc/meminfo", "MemAvailable"), (groups or ControlGroups()).memory_left()
+    return machine if left is None else min(machine, left)
 
 
 def proportional_bytes() -> int:
@@ -89,39 +85,10 @@ def reset_peak() -> None:
         return  # the peak then is the whole process's, and the estimate generous
 
 
-def _groups() -> list[Path]:
-    """The control groups of this process, from its own up to the root."""
-    entry = next((line for line in _read(Path("/proc/self/cgroup")).splitlines() if line.startswith("0::")), None)
-    if entry is None:
-        return []
-    group = CGROUPS / entry[3:].lstrip("/")
-    return [directory for directory in (group, *group.parents) if directory.is_relative_to(CGROUPS)]
-
-
-def _read(path: Path) -> str:
-    """A small file's text; empty where it can't be read."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
 def _status(path: str, name: str) -> int:
     """A value in kB of one of the kernel's status files, as bytes; 0 where it has none."""
-    for line in _read(Path(path)).splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
-def _group_available(directory: Path, unlimited: int) -> int:
-    """What a control group (version 2) leaves; file pages that are not in use can be had back."""
     try:
-        limit = (directory / "memory.max").read_text().strip()
-        if limit == "max":
-            return unlimited
-        used = int((directory / "memory.current").read_text())
-        stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
-    except OSError:  # the root group, or not mounted
-        return unlimited
-    return max(0, int(limit) - used + int(stat.get("inactive_file", "0")))
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), 0)

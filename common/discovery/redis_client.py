@@ -12,6 +12,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 
+from common.address import Address
 from common.deadlines import Deadlines
 from common.errors import ConfigError, RedisUnreachable
 from common.log import get_logger, log_event
@@ -111,7 +112,8 @@ def endpoint_of(redis_url: str) -> str:
     usage = "redis_url must be redis://[user:password@]host:port/database (or rediss:// or unix://)"
     try:
         parts = urlsplit(redis_url)
-        port = parts.port or 6379
+        place = parts.netloc.rpartition("@")[2]
+        address = Address.parse(place if parts.port is not None else f"{place or 'localhost'}:6379")
     except ValueError:
         raise ConfigError(usage, field="redis_url") from None
     # A password with /, # or ? in it, not percent-encoded, ends the host early: the rest shows up behind it.
@@ -121,7 +123,7 @@ def endpoint_of(redis_url: str) -> str:
         return f"unix://{parts.path}"
     if parts.scheme not in ("redis", "rediss") or not (parts.path.strip("/") or "0").isdecimal():
         raise ConfigError(usage, field="redis_url")
-    return f"{parts.scheme}://{parts.hostname or 'localhost'}:{port}{parts.path}"
+    return f"{parts.scheme}://{address}{parts.path}"
 
 
 async def _check_server(client: Redis) -> None:

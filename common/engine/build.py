@@ -10,6 +10,7 @@ from common.compute.decoder import Decoder
 from common.compute.ops.choose import choose_ops
 from common.compute.readers.open_tensors import open_tensors
 from common.compute.weights import load_weights
+from common.control_groups import usable_cores
 from common.engine.batch import Batch, ScheduledChunk
 from common.engine.block_pool import BlockPool
 from common.engine.config import EngineConfig
@@ -77,8 +78,7 @@ def build_engine(
         num_blocks = choose_num_blocks(
             settings.kv_cache_memory, block_bytes=layout.block_bytes, longest=longest, field="kv_cache_memory"
         )
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+    torch.set_num_threads(settings.threads or min(torch.get_num_threads(), usable_cores()))
     revision, reader = source.revision(), open_tensors(source)
     weights = load_weights(reader, model, dtype, progress=progress)
     decoder = Decoder(model, weights, choose_ops(model, settings.attention_backend))

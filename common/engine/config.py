@@ -32,5 +32,5 @@ class EngineConfig(ModelSettings):
     )
     workers_per_host: int = setting(1, "workers on this host, which share its memory", within=POSITIVE)
     threads: int | None = setting(
-        None, "CPU threads of the step loop (default: the cores this process may use)", within=POSITIVE
+        None, "CPU threads of the step loop (default: the cores that affinity and the CPU quota leave)", within=POSITIVE
     )

@@ -129,7 +129,7 @@ def test_workers_in_a_namespace_of_others_have_no_names_that_could_clash():
     ("cores", "workers", "threads"), [(2, 2, [1, 1]), (2, 1, [2]), (1, 3, [1, 1, 1]), (8, 3, [3, 3, 2])]
 )
 def test_cores_are_divided_over_the_workers(cores, workers, threads, monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr("cluster.plan.usable_cores", lambda: cores)
     assert divided_threads(workers) == threads
 
 

@@ -15,7 +15,7 @@ from cli.main import main
 from cluster import model_fetch as fetching
 from cluster.model_fetch import MARKER, MODELS, Source, fetch, is_complete
 from common.cache_directory import cache_directory
-from common.errors import ModelError
+from common.errors import ConfigError, ModelError
 from tests.support.model_files import load_config
 from tests.support.tiny_gguf import write_gguf
 
@@ -223,6 +223,11 @@ def test_after_a_kill_the_next_one_cleans_up(wheel: Path, cache: Path):
 )
 def test_the_cache_is_where_the_environment_says(environ: dict[str, str], expected: str):
     assert cache_directory(environ) == Path(expected).expanduser()
+
+
+def test_a_cache_in_nobodys_home_is_refused_by_its_name():
+    with pytest.raises(ConfigError, match="set KVRELAY_CACHE"):
+        cache_directory({"KVRELAY_CACHE": "~no-such-user/x"})
 
 
 def test_a_relative_cache_does_not_move_with_the_process():

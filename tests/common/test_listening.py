@@ -13,17 +13,8 @@ from common.deadlines import Deadlines
 from common.errors import AddressInUse, ConfigError
 from common.listening import check_bindable, listen
 from common.rpc.channel import GrpcServer, open_channel
+from tests.support.ipv6 import ipv6
 
-
-def has_ipv6() -> bool:
-    try:
-        with socket.create_server(("::1", 0), family=socket.AF_INET6):
-            return True
-    except OSError:
-        return False
-
-
-ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this host has no IPv6")
 FORMS = [
     pytest.param("127.0.0.1", ["127.0.0.1", "localhost"], id="IPv4"),
     pytest.param("0.0.0.0", ["127.0.0.1"], id="any IPv4"),

@@ -1,7 +1,5 @@
 """A pool takes an equal part of what weights and steps leave, and says what would fit where that is too little."""
 
-from pathlib import Path
-
 import pytest
 
 from common import memory
@@ -55,26 +53,6 @@ def test_a_pool_holds_one_longest_sequence_at_least(size: int, fits: int) -> Non
         choose_num_blocks(size, block_bytes=100, longest=10, field="kv_cache_memory")
     assert caught.value.field == "kv_cache_memory"
     assert "--max-model-len 144 would fit" in caught.value.message
-
-
-def test_a_control_group_limits_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    inner = tmp_path / "pods" / "one"
-    inner.mkdir(parents=True)
-    monkeypatch.setattr(memory, "CGROUPS", tmp_path)
-    real_read = memory._read
-    monkeypatch.setattr(
-        memory, "_read", lambda path: "0::/pods/one" if str(path) == "/proc/self/cgroup" else real_read(path)
-    )
-    total = memory_limit()
-    (inner / "memory.max").write_text("max")
-    assert memory_limit() == total
-    (tmp_path / "pods" / "memory.max").write_text(str(3 * GIB))
-    assert memory_limit() == 3 * GIB
-    (inner / "memory.max").write_text(str(GIB))
-    (inner / "memory.current").write_text(str(700 * MIB))
-    (inner / "memory.stat").write_text(f"anon 1\ninactive_file {200 * MIB}\n")
-    assert memory_limit() == GIB
-    assert available_memory() == GIB - 500 * MIB
 
 
 def test_the_kernels_numbers_are_plausible() -> None:

@@ -14,8 +14,9 @@ import uvloop
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError, RedisError
 
-from common.discovery.redis_client import Outage, connect, raise_if_cancelled
+from common.discovery.redis_client import Outage, connect, endpoint_of, raise_if_cancelled
 from common.errors import ConfigError, RedisUnreachable, StartupError
+from tests.support.ipv6 import ipv6
 from tests.support.redis_process import RedisServer
 from tests.support.redis_tools import QUICK, lines_of
 
@@ -53,6 +54,29 @@ async def test_missing_unix_socket_is_one_line_without_its_password(tmp_path: Pa
     assert "s3cret" not in caught.value.message
 
 
+@ipv6
+async def test_a_redis_is_reached_over_ipv6_and_named_in_brackets() -> None:
+    with RedisServer(options=["--bind", "127.0.0.1", "::1"]) as server:
+        url = server.url.replace("127.0.0.1", "[::1]")
+        client = await connect(url.replace("//", "//:@"), QUICK)
+        assert await client.ping()
+        await client.aclose()
+        assert endpoint_of(url) == url
+
+
+@pytest.mark.parametrize(
+    ("url", "endpoint"),
+    [
+        ("redis://", "redis://localhost:6379"),
+        ("redis://h", "redis://h:6379"),
+        ("rediss://u:p@h:1/2", "rediss://h:1/2"),
+        ("redis://:a@b@h/0", "redis://h:6379/0"),
+    ],
+)
+def test_what_is_left_out_of_a_url_has_its_default(url: str, endpoint: str) -> None:
+    assert endpoint_of(url) == endpoint
+
+
 async def test_wrong_password_is_not_shown(own_redis_server: RedisServer) -> None:
     client = await connect(own_redis_server.url, QUICK)
     await client.config_set("requirepass", "the right one")
@@ -74,6 +98,10 @@ async def test_wrong_password_is_not_shown(own_redis_server: RedisServer) -> Non
         "redis://127.0.0.1:x/0",
         "redis://127.0.0.1:6379/one",
         "redis://[::1/0",
+        "redis://fd00::1:6379/0",
+        "redis://[10.0.0.5]:6379/0",
+        "redis://10.0.0.300:6379/0",
+        "redis://host:0/0",
         "unix://",
         "redis://:s3cret/t@127.0.0.1:6379/0",
         "unix://:1/s3cret@/tmp/redis.sock",
