@@ -9,7 +9,8 @@ from common.block_hash import BLOCK_SIZE
 from common.engine.config import EngineConfig
 from common.layout import DTYPE_BYTES
 from common.memory import MemoryPlan
-from common.model.config import parse_config, parse_generation
+from common.model.config import parse_config
+from common.model.end_tokens import read_generation
 from common.model.fingerprint import fingerprint
 from common.model.open import open_model
 from common.model.safetensors_header import DTYPES
@@ -42,7 +43,7 @@ def describe(settings: EngineConfig) -> Shown:
     """Reads the headers of a model's files. Raises ModelError."""
     source = open_model(settings, weights=True)
     file = source.config()
-    config, generation = parse_config(file), parse_generation(file, source.generation())
+    config, generation = parse_config(file), read_generation(source)
     dtype = config.resolve_dtype(settings.dtype)
     layout, tensors = config.kv_layout(dtype), source.tensors()
     parameters = sum(math.prod(tensor.shape) for tensor in tensors)

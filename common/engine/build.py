@@ -29,7 +29,8 @@ from common.memory import (
     reset_peak,
     resident_bytes,
 )
-from common.model.config import ModelConfig, parse_config, parse_generation
+from common.model.config import ModelConfig, parse_config
+from common.model.end_tokens import read_generation
 from common.model.fingerprint import fingerprint
 from common.model.open import open_model
 from common.model.source import tokenizer_id
@@ -64,7 +65,7 @@ def build_engine(
     """Loads the model, takes the pool's memory and runs one real step. Raises StartupError."""
     source = open_model(settings, weights=True)
     model = parse_config(source.config())
-    generation = parse_generation(source.config(), source.generation())
+    generation = read_generation(source)
     dtype = model.resolve_dtype(settings.dtype)
     layout = model.kv_layout(dtype)
     config = SchedulerConfig(

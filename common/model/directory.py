@@ -9,7 +9,7 @@ from common.model.config import model_name
 from common.model.fingerprint import model_fingerprint
 from common.model.json_file import JsonFile
 from common.model.safetensors_header import TensorInfo, read_checkpoint
-from common.model.source import TemplateFile
+from common.model.source import TemplateFile, token_text
 
 
 class DirectorySource:
@@ -39,8 +39,24 @@ class DirectorySource:
         return model.get("type", str, "unknown") if model else "unknown"
 
     def tokenizer_config(self) -> Mapping[str, Any]:
+        """Older checkpoints have what names their special tokens in a file of its own."""
         file = self._optional("tokenizer_config.json")
-        return file.content if file else {}
+        config = file.content if file else {}
+        older = None if "added_tokens_decoder" in config else self._optional("special_tokens_map.json")
+        return {**config, **older.content} if older else config
+
+    def special_tokens(self) -> Mapping[str, int]:
+        file, config = self.tokenizer_json(), self.tokenizer_config()
+        added = file.content.get("added_tokens") or []
+        if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
+            raise file.error("added_tokens", "must be a list of objects")
+        entries = [JsonFile(file.path, token, "added_tokens.") for token in added]
+        tokens = {entry.get("content", str): entry.get("id", int) for entry in entries}
+        named = {token_text(value) for name, value in config.items() if name.endswith("_token")} - {None}
+        if not named <= tokens.keys():
+            vocabulary = _vocabulary(file.child("model"))
+            tokens |= {text: vocabulary[text] for text in named - tokens.keys() if text in vocabulary}
+        return tokens
 
     def chat_template(self) -> TemplateFile | None:
         """From chat_template.jinja, else the default one in tokenizer_config.json."""
@@ -67,3 +83,11 @@ class DirectorySource:
     def _optional(self, name: str) -> JsonFile | None:
         path = self.path / name
         return JsonFile.read(path) if path.exists() else None
+
+
+def _vocabulary(model: JsonFile | None) -> dict[str, int]:
+    """Token to id: an object of BPE's kinds, a list of pieces with scores of Unigram's."""
+    found = model.content.get("vocab") if model else None
+    if isinstance(found, list):
+        return {str(entry[0]): i for i, entry in enumerate(found) if isinstance(entry, list) and entry}
+    return found if isinstance(found, dict) else {}

@@ -114,6 +114,9 @@ class WithTokenizer:
     def tokenizer_config(self) -> Mapping[str, Any]:
         return self._tokenizer.tokenizer_config()
 
+    def special_tokens(self) -> Mapping[str, int]:
+        return self._tokenizer.special_tokens()
+
     def chat_template(self) -> TemplateFile | None:
         return self._tokenizer.chat_template()
 

@@ -23,6 +23,12 @@ class TemplateFile:
     text: str  # Jinja
 
 
+def token_text(token: object) -> str | None:
+    """A token in tokenizer_config.json is a string or an object."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
 class ModelSource(Protocol):
     """A model's files; each is read and checked when it is asked for. Everything raises ModelError."""
 
@@ -64,6 +70,10 @@ class ModelSource(Protocol):
 
     def tokenizer_config(self) -> Mapping[str, Any]:
         """As tokenizer_config.json: special tokens by their roles, and the chat template unless it is apart."""
+        ...
+
+    def special_tokens(self) -> Mapping[str, int]:
+        """Tokens with a meaning of their own, by their text."""
         ...
 
     def chat_template(self) -> TemplateFile | None:

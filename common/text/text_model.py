@@ -10,9 +10,10 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from common.errors import ContextLengthExceeded, InvalidRequest, ModelError
-from common.model.config import GenerationDefaults, ModelConfig, parse_config, parse_generation
+from common.model.config import GenerationDefaults, ModelConfig, parse_config
 from common.model.directory import DirectorySource
-from common.model.source import ModelSource, TemplateFile
+from common.model.end_tokens import read_generation
+from common.model.source import ModelSource, TemplateFile, token_text
 from common.text.detokenize import ByteLevelDetokenizer, Detokenizer, StopChecker, WindowDetokenizer
 from common.text.special_tokens import SpecialTokenGuard
 from common.text.template.chat_template import ChatTemplate
@@ -72,8 +73,7 @@ class TextModel:
         tokenizer, tokenizer_config = source.tokenizer_json(), source.tokenizer_config()
         special_tokens = _named_tokens(tokenizer_config)
         template = _read_template(source.chat_template(), special_tokens, now)
-        config = source.config()
-        generation = parse_generation(config, source.generation())
+        config, generation = source.config(), read_generation(source)
         try:
             data = _complete(tokenizer.content, tokenizer_config)
             return cls(parse_config(config), generation, data, special_tokens, template)
@@ -185,14 +185,9 @@ def _piece_bytes(token: str) -> bytes:
     return bytes([int(token[3:5], 16)]) if _is_byte(token) else token.replace("\u2581", " ").encode()
 
 
-def _text_of(token: Any) -> str | None:
-    """A token in tokenizer_config.json is a string or an object."""
-    return token.get("content") if isinstance(token, dict) else token
-
-
 def _named_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    texts = {name: _text_of(tokenizer_config.get(name)) for name in NAMED_TOKENS}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
+    texts = {name: token_text(tokenizer_config.get(name)) for name in NAMED_TOKENS}
+    return {name: text for name, text in texts.items() if text is not None}
 
 
 def _complete(tokenizer_data: Mapping[str, Any], tokenizer_config: Mapping[str, Any]) -> dict[str, Any]:

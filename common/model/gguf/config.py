@@ -8,8 +8,6 @@ from collections.abc import Callable
 from common.model.gguf.header import GgufFile
 from common.model.gguf.rope_scaling import HfConfig, as_written, rope_scaling, rope_theta
 
-# How a turn of a chat ends, in models whose eos_token_id ends a text.
-TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 CONTROL = 3  # tokenizer.ggml.token_type of special tokens
 _SAMPLING = {
     "temp": "temperature",
@@ -193,15 +191,9 @@ ARCHITECTURES: dict[str, Callable[[GgufFile, str], HfConfig]] = {
 
 
 def gguf_generation(file: GgufFile) -> HfConfig:
-    """As generation_config.json: all ends of an answer, and the sampling that the authors recommend."""
+    """As generation_config.json: the ends that have a key, and the sampling that the authors recommend."""
     ids = _token_ids(file)
     ends = [file.optional(f"tokenizer.ggml.{role}_token_id", int) for role in ("eos", "eot", "eom")]
-    if file.optional("tokenizer.chat_template", str):
-        tokens, kinds = file.items("tokenizer.ggml.tokens", str) or [], file.items("tokenizer.ggml.token_type", int)
-        control = {
-            token: i for i, (token, kind) in enumerate(zip(tokens, kinds or [], strict=False)) if kind == CONTROL
-        }
-        ends += [control.get(token) for token in TURN_ENDS]
     unique = list(dict.fromkeys(end for end in ends if end is not None))
     ids["eos_token_id"] = unique[0] if len(unique) == 1 else unique
     for theirs, ours in _SAMPLING.items():

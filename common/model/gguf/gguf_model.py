@@ -11,7 +11,7 @@ from common.model.fingerprint import add_tensors, add_to_digest
 from common.model.gguf.config import gguf_config, gguf_generation
 from common.model.gguf.header import GgufFile, read_gguf
 from common.model.gguf.tensor_names import NamedTensor, named_tensors
-from common.model.gguf.tokenizer import gguf_tokenizer, gguf_tokenizer_config, tokenizer_kind
+from common.model.gguf.tokenizer import control_tokens, gguf_tokenizer, gguf_tokenizer_config, tokenizer_kind
 from common.model.json_file import JsonFile
 from common.model.safetensors_header import TensorInfo
 from common.model.source import TemplateFile
@@ -51,6 +51,9 @@ class GgufSource:
 
     def tokenizer_config(self) -> Mapping[str, Any]:
         return gguf_tokenizer_config(self.file)
+
+    def special_tokens(self) -> Mapping[str, int]:
+        return control_tokens(self.file)
 
     def chat_template(self) -> TemplateFile | None:
         text = self.file.optional("tokenizer.chat_template", str)

@@ -73,10 +73,10 @@ def gguf_tokenizer(file: GgufFile) -> Json:
 
 def gguf_tokenizer_config(file: GgufFile) -> Json:
     """As tokenizer_config.json."""
-    tokens, kinds = file.items("tokenizer.ggml.tokens", str) or [], file.items("tokenizer.ggml.token_type", int) or []
+    tokens = file.items("tokenizer.ggml.tokens", str) or []
     config: Json = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "additional_special_tokens": [token for token, kind in zip(tokens, kinds, strict=False) if kind == CONTROL],
+        "additional_special_tokens": list(control_tokens(file)),
         "clean_up_tokenization_spaces": False,
     }
     for name, role in _ROLES.items():
@@ -86,6 +86,12 @@ def gguf_tokenizer_config(file: GgufFile) -> Json:
     config["add_bos_token"], config["add_eos_token"] = _adds(file)
     template = file.optional("tokenizer.chat_template", str)
     return config | ({} if template is None else {"chat_template": template})
+
+
+def control_tokens(file: GgufFile) -> dict[str, int]:
+    """Special tokens, by their text."""
+    tokens, kinds = file.items("tokenizer.ggml.tokens", str) or [], file.items("tokenizer.ggml.token_type", int) or []
+    return {token: i for i, (token, kind) in enumerate(zip(tokens, kinds, strict=False)) if kind == CONTROL}
 
 
 def _token_id(file: GgufFile, role: str, count: int) -> int | None:

@@ -135,7 +135,7 @@ import sys
 from pathlib import Path
 from router.config import RouterConfig
 from common.model.open import open_model
-from common.text.model import TextModel
+from common.text.text_model import TextModel
 text = TextModel.load(open_model(RouterConfig(model={str(gguf_file)!r}), weights=False))
 heavy = {{"torch", "numpy", "gguf", "transformers", "huggingface_hub"}}
 print(text.encode("hello"), sorted(heavy & sys.modules.keys()))

@@ -10,8 +10,9 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from common.errors import ModelError
-from common.model.config import parse_config, parse_generation
+from common.model.config import parse_config
 from common.model.directory import DirectorySource
+from common.model.end_tokens import read_generation
 from common.model.gguf.gguf_model import GgufSource
 from tests.support.gguf_models import MODELS, Kind, byte_level, random_model, sentencepiece, write_model
 
@@ -177,7 +178,7 @@ def test_all_ends_of_a_turn_are_ends(tmp_path: Path):
     source = GgufSource(
         edited(path, tokenizer__ggml__eot_token_id=5, general__sampling__temp=0.25, general__sampling__top_k=7)
     )
-    found = parse_generation(source.config(), source.generation())
+    found = read_generation(source)
     assert found.eos_token_ids == (0, 5, 1, 2)  # <end_of_turn> is no control token here
     assert (found.temperature, found.top_k) == (0.25, 7)
 

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.errors import ModelError
-from common.model.config import parse_config, parse_generation
+from common.model.config import parse_config
+from common.model.end_tokens import read_generation
 from common.model.gguf.gguf_model import GgufSource
 from common.model.gguf.header import TYPES, is_gguf, read_gguf
 from tests.support.tiny_gguf import tensors, write_gguf
@@ -198,8 +199,8 @@ def test_a_small_good_file_is_accepted(tmp_path: Path):
 def use(path: Path) -> None:
     """All that is read of a file before its tensors are."""
     source = GgufSource(path)
-    parse_generation(parsed := source.config(), source.generation())
-    parse_config(parsed)
+    parse_config(source.config())
+    read_generation(source)
     source.tokenizer_json()
     source.tokenizer_config()
     source.chat_template()
