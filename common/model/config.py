@@ -1,6 +1,6 @@
 """Reading a model directory's config.json and generation_config.json; needs no torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from common.errors import ConfigError
 from common.layout import DTYPE_BYTES, KVLayout
 from common.model.families import FAMILIES, Family, check_features, parse_ropes, parse_windows
 from common.model.json_file import JsonFile, short
-from common.model.rope import Rope
+from common.model.rope import Linear, Rope
 
 __all__ = [
     "GenerationDefaults",
@@ -44,7 +44,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    max_position_embeddings: int  # tokens
+    max_position_embeddings: int  # tokens: the context where nobody asks for another
     tie_word_embeddings: bool
     dtype: str  # the checkpoint's own: a key of DTYPE_BYTES
     layers: tuple[LayerConfig, ...]
@@ -65,15 +65,21 @@ class ModelConfig:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    @property
+    def longest_context(self) -> int:
+        """Tokens, as far as the positions of all layers reach."""
+        reach = [layer.rope.max_positions for layer in self.layers if layer.rope is not None]
+        return min((length or self.max_position_embeddings for length in reach), default=self.max_position_embeddings)
+
     def resolve_dtype(self, wanted: str) -> str:
         """The dtype of weights and KV for the setting `wanted`, which may be "auto"."""
         return self.dtype if wanted == "auto" else wanted
 
     def context_length(self, wanted: int | None) -> int:
         """The longest prompt plus output for the setting max_model_len. Raises ConfigError beyond the model's own."""
-        if wanted is not None and wanted > self.max_position_embeddings:
+        if wanted is not None and wanted > self.longest_context:
             raise ConfigError(
-                f"max_model_len is {wanted}, the model was made for {self.max_position_embeddings}",
+                f"max_model_len is {wanted}, the model was made for {self.longest_context}",
                 field="max_model_len",
             )
         return wanted or self.max_position_embeddings
@@ -126,7 +132,6 @@ def _parse(file: JsonFile, family: Family, architecture: str) -> ModelConfig:
     num_heads, num_kv_heads, head_dim = _heads(file, hidden_size)
     windows = parse_windows(file, family, num_layers)
     ropes = parse_ropes(file, family, head_dim, windows)
-    limits = [rope.max_positions for rope in ropes if rope is not None and rope.max_positions is not None]
     attention_bias = file.get("attention_bias", bool, False)
     return ModelConfig(
         architecture=architecture,
@@ -137,7 +142,7 @@ def _parse(file: JsonFile, family: Family, architecture: str) -> ModelConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         rms_norm_eps=file.number("rms_norm_eps", above=0),
-        max_position_embeddings=min([file.positive("max_position_embeddings"), *limits]),
+        max_position_embeddings=_context(file, ropes),
         tie_word_embeddings=file.get("tie_word_embeddings", bool, False),
         dtype=_dtype(file),
         layers=tuple(LayerConfig(rope, window) for rope, window in zip(ropes, windows, strict=True)),
@@ -154,6 +159,13 @@ def _parse(file: JsonFile, family: Family, architecture: str) -> ModelConfig:
         attention_softcap=_softcap(file, "attn_logit_softcapping"),
         logit_softcap=_softcap(file, "final_logit_softcapping"),
     )
+
+
+def _context(file: JsonFile, ropes: Iterable[Rope | None]) -> int:
+    """As far as positions reach, except that many a config with `linear` counts its factor in already."""
+    told = file.positive("max_position_embeddings")
+    lengths = [rope.max_positions for rope in ropes if rope is not None and not isinstance(rope.scaling, Linear)]
+    return min((length or told for length in lengths), default=told)
 
 
 def _heads(file: JsonFile, hidden_size: int) -> tuple[int, int, int]:

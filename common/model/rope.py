@@ -4,6 +4,8 @@ Keys are cached rotated, so the angles of a position may not depend on how long 
 transformers: `dynamic` changes its base beyond max_position_embeddings, `longrope` changes from its short factors to
 its long ones beyond original_max_position_embeddings. Up to there each of them is one fixed embedding, and up to there
 it is served: what `dynamic` and `longrope` add beyond is left out, and Rope.max_positions says where that begins.
+`linear` and `yarn` reach further than the model was first trained for: by their factor, which their authors recommend
+to add to a config whose max_position_embeddings stays.
 """
 
 import math
@@ -54,7 +56,7 @@ class Rope:
     dim: int  # how many of a head's dimensions are rotated, from the first on
     scaling: Linear | Llama3 | Yarn | LongRope | None = None
     attention_factor: float = 1.0  # of cosines and sines
-    max_positions: int | None = None  # where this ends to be what the model was made for
+    max_positions: int | None = None  # how far it reaches; None: max_position_embeddings
 
 
 _KEYS = {
@@ -87,9 +89,11 @@ def parse_rope(file: JsonFile, parameters: JsonFile, head_dim: int, *, theta: fl
         raise parameters.error("rope_type", f"{kind!r} is not supported (only {', '.join(_KINDS)})")
     theta = _number(parameters, "rope_theta", theta)
     dim = _rotated(file, parameters, head_dim, partial)
+    told = file.positive("max_position_embeddings")
     match kind:
         case "linear":
-            return Rope(theta, dim, Linear(_number(parameters, "factor")))
+            factor = _number(parameters, "factor")
+            return Rope(theta, dim, Linear(factor), max_positions=_stretched(file, told, factor))
         case "llama3":
             return Rope(theta, dim, _llama3(file, parameters))
         case "yarn":
@@ -97,7 +101,7 @@ def parse_rope(file: JsonFile, parameters: JsonFile, head_dim: int, *, theta: fl
         case "longrope":
             return _longrope(file, parameters, theta, dim)
         case "dynamic":
-            return Rope(theta, dim, max_positions=file.positive("max_position_embeddings"))
+            return Rope(theta, dim, max_positions=told)
     return Rope(theta, dim)
 
 
@@ -130,6 +134,10 @@ def _original(file: JsonFile, parameters: JsonFile) -> int:
     return values[0] if values else file.positive("max_position_embeddings")
 
 
+def _stretched(file: JsonFile, original: int, factor: float) -> int:
+    return max(file.positive("max_position_embeddings"), min(int(original * factor), 2**31 - 1))
+
+
 def _llama3(file: JsonFile, parameters: JsonFile) -> Llama3:
     low, high = (_number(parameters, f"{name}_freq_factor") for name in ("low", "high"))
     if low >= high:
@@ -156,7 +164,8 @@ def _yarn(file: JsonFile, parameters: JsonFile, theta: float, dim: int) -> Rope:
     else:
         suggested = _mscale(factor, 1.0)
     attention_factor = _number(parameters, "attention_factor", suggested)
-    return Rope(theta, dim, Yarn(factor, low, high if high != low else high + 0.001), attention_factor)
+    scaling = Yarn(factor, low, high if high != low else high + 0.001)
+    return Rope(theta, dim, scaling, attention_factor, _stretched(file, original, factor))
 
 
 def _mscale(factor: float, mscale: float) -> float:
@@ -170,6 +179,7 @@ def _longrope(file: JsonFile, parameters: JsonFile, theta: float, dim: int) -> R
     if not isinstance(factors, list) or not len(factors) == len(numbers) == dim // 2 or not 0 < min(numbers) < 1e9:
         raise parameters.error("short_factor", f"must be a list of {dim // 2} numbers above 0, got {short(factors)}")
     factor = _number(parameters, "factor", file.positive("max_position_embeddings") / original)
+    limit = min(original, file.positive("max_position_embeddings"))
     suggested = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(max(original, 2)))
     attention_factor = _number(parameters, "attention_factor", suggested)
-    return Rope(theta, dim, LongRope(tuple(map(float, numbers))), attention_factor, max_positions=original)
+    return Rope(theta, dim, LongRope(tuple(map(float, numbers))), attention_factor, limit)

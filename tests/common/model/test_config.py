@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from common.errors import ModelError
+from common.errors import ConfigError, ModelError
 from common.model.config import GenerationDefaults, LayerConfig, ModelConfig
 from common.model.rope import Rope
 from tests.support.model_files import load_config, load_generation
@@ -253,3 +253,36 @@ def test_reading_a_model_directory_needs_no_torch(module: str):
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[]\n"
+
+
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+GEMMA3 = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "head_dim": 16,
+    "max_position_embeddings": 131072,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "default", "longest"),
+    [
+        ({"max_position_embeddings": 32768}, 32768, 32768),
+        # as Qwen2.5's and Qwen3's authors recommend it, and as checkpoints have it that are made so
+        ({"max_position_embeddings": 32768, "rope_scaling": YARN}, 131072, 131072),
+        ({"max_position_embeddings": 40960, "rope_scaling": YARN}, 131072, 131072),
+        ({"max_position_embeddings": 131072, "rope_scaling": YARN}, 131072, 131072),
+        ({"max_position_embeddings": 32768, "rope_parameters": {**YARN, "rope_theta": 1e6}}, 131072, 131072),
+        # the factor of the others is counted in, or may be
+        ({"max_position_embeddings": 131072, "rope_scaling": LLAMA3}, 131072, 131072),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "linear", "factor": 4.0}}, 4096, 16384),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "dynamic", "factor": 4.0}}, 4096, 4096),
+        (GEMMA3, 131072, 131072),
+    ],
+)
+def test_the_context_is_as_long_as_positions_reach(changes: dict[str, Any], default: int, longest: int, tmp_path: Path):
+    config = load_config(write_config(tmp_path, **changes))
+    assert (config.context_length(None), config.context_length(longest)) == (default, longest)
+    with pytest.raises(ConfigError, match=f"max_model_len is {longest + 1}, the model was made for {longest}"):
+        config.context_length(longest + 1)

@@ -73,14 +73,19 @@ def test_parameters_are_found_where_transformers_finds_them(content: dict[str, A
     ("content", "limit"),
     [
         ({}, None),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, None),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, 8192),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, 4096),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}}, 16384),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}}, 4096),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, 16384),
+        ({"rope_scaling": {"type": "yarn", "factor": 1e9}}, 2**31 - 1),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 4096),
         ({"rope_scaling": {"type": "longrope", **LONG}, "original_max_position_embeddings": 512}, 512),
         ({"rope_scaling": {"type": "su", "original_max_position_embeddings": 256, **LONG}}, 256),
         ({"rope_scaling": {"type": "longrope", **LONG}}, 4096),
     ],
 )
-def test_what_changes_with_a_sequences_length_ends_where_it_would_change(content: dict[str, Any], limit: int | None):
+def test_positions_reach_as_far_as_they_are_one_fixed_embedding(content: dict[str, Any], limit: int | None):
     assert parse(**content).max_positions == limit
 
 
