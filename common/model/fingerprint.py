@@ -2,15 +2,14 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
 from pathlib import Path
 
 from common.block_hash import BLOCK_SIZE, SCHEME
 from common.errors import ModelError
 from common.model.config import JsonFile
-from common.model.safetensors_header import read_checkpoint
+from common.model.file_digests import file_digests
+from common.model.safetensors_header import checkpoint_files
 
-SAMPLED_BYTES = 4096  # of each tensor: enough to tell a fine-tune apart, little enough to read at each start
 WIRE_VERSION = 3  # of proto/; raised when old and new peers would misread each other
 
 
@@ -21,29 +20,13 @@ def add_to_digest(digest: "hashlib._Hash", *parts: bytes) -> None:
 
 
 def model_fingerprint(directory: Path) -> str:
-    """SHA-256 (hex) of headers and the start of each tensor, config and tokenizer; the revision in block hashes.
-
-    Tensors are read in part only, so this is an identity, not an integrity check.
-    """
+    """SHA-256 (hex) of config, tokenizer and every byte of the weights; the revision in block hashes."""
     directory = Path(directory)
     digest = hashlib.sha256()
     config = JsonFile.read(directory / "config.json").content
     add_to_digest(digest, json.dumps(config, sort_keys=True).encode(), _read(directory / "tokenizer.json"))
-    for file in read_checkpoint(directory):
-        add_to_digest(digest, file.header)
-        add_tensors(digest, file.path, ((tensor.offset, tensor.num_bytes) for tensor in file.tensors))
+    add_to_digest(digest, *(content.encode() for content in file_digests(checkpoint_files(directory))))
     return digest.hexdigest()
-
-
-def add_tensors(digest: "hashlib._Hash", path: Path, places: Iterable[tuple[int, int]]) -> None:
-    """The start of each tensor of a file; a place is (offset, number of bytes). Raises ModelError."""
-    try:
-        with path.open("rb") as data:
-            for offset, num_bytes in places:
-                data.seek(offset)
-                add_to_digest(digest, data.read(min(num_bytes, SAMPLED_BYTES)))
-    except OSError as error:
-        raise ModelError(f"{path} can't be read: {error.strerror}", field="model") from error
 
 
 def _read(path: Path) -> bytes:

@@ -5,11 +5,15 @@ import sys
 from pathlib import Path
 
 from common.errors import ModelError
+from common.model.gguf.split import part_names
 
-TEXT_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+TEXT_FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "chat_template.jinja",
+)  # fmt: skip
 WEIGHT_FILES = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
 _PART = r"[A-Za-z0-9_](?:[\w.-]{0,94}\w)?"
-_NAME = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:/(?P<file>[\w.-]+\.gguf))?", re.ASCII)
+_NAME = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:/(?P<file>(?:[\w-][\w.-]*/)*[\w-][\w.-]*\.gguf))?", re.ASCII)
 
 
 def is_hub_name(model: str) -> bool:
@@ -32,7 +36,10 @@ def fetch_from_hub(model: str, revision: str | None, *, weights: bool) -> Path:
     at = f" at revision {revision}" if revision else ""
     try:
         if match["file"]:
-            return Path(huggingface_hub.hf_hub_download(match["repo"], match["file"], revision=revision))
+            folder, _, name = match["file"].rpartition("/")
+            files = [f"{folder}/{part}".lstrip("/") for part in part_names(name)]
+            paths = [huggingface_hub.hf_hub_download(match["repo"], file, revision=revision) for file in files]
+            return Path(paths[files.index(match["file"])])
         wanted = [*TEXT_FILES, *(WEIGHT_FILES if weights else ())]
         return Path(huggingface_hub.snapshot_download(match["repo"], revision=revision, allow_patterns=wanted))
     except errors.GatedRepoError as error:

@@ -13,6 +13,7 @@ from common.model.directory import DirectorySource
 from common.model.fingerprint import add_to_digest
 from common.model.gguf.gguf_model import GgufSource
 from common.model.gguf.header import is_gguf
+from common.model.gguf.split import first_parts
 from common.model.hub import fetch_from_hub, is_hub_name
 from common.model.json_file import JsonFile
 from common.model.safetensors_header import INDEX_FILE, SINGLE_FILE, TensorInfo
@@ -73,7 +74,7 @@ def _open(model: str, load_format: str, revision: str | None, weights: bool) -> 
 def _local(path: Path, load_format: str, name: str) -> ModelSource:
     """name: of the hub; empty for the path's own."""
     if path.is_dir():
-        files = sorted(path.glob("*.gguf"))
+        files = first_parts(sorted(path.glob("*.gguf")))
         has_tensors = (path / SINGLE_FILE).exists() or (path / INDEX_FILE).exists()
         if load_format == "safetensors" or (load_format == "auto" and (has_tensors or not files)):
             return DirectorySource(path, name)

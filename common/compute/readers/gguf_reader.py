@@ -1,6 +1,7 @@
 """Tensors of a GGUF file as numbers in Hugging Face's order."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -25,17 +26,15 @@ class GgufReader:
         self.path = source.path
         self._named: Mapping[str, NamedTensor] = source.named
         self.tensors = {tensor.name: _as_read(tensor) for tensor in source.tensors()}
-        try:
-            self._data: npt.NDArray[np.uint8] = np.memmap(self.path, dtype=np.uint8, mode="r")
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{self.path} can't be mapped: {error}", field="model") from error
+        self._data = {path: _mapped(path) for path in source.file.paths}
 
     def view(self, name: str) -> torch.Tensor:
         """In the tensor's own dtype, or float32. Raises ModelError for numbers that are not finite."""
         tensor = self._named[name]
         values = self._numbers(tensor)
         if not bool(torch.isfinite(values).all()):
-            raise ModelError(f"{self.path}: tensor {tensor.source.name} has numbers that are not finite", field="model")
+            place = f"{tensor.source.path}: tensor {tensor.source.name}"
+            raise ModelError(f"{place} has numbers that are not finite", field="model")
         if tensor.plus_one:
             values = values - 1
         if tensor.pair_heads:
@@ -48,12 +47,19 @@ class GgufReader:
 
     def _numbers(self, tensor: NamedTensor) -> torch.Tensor:
         source = tensor.source
-        data = np.array(self._data[source.offset : source.offset + source.num_bytes])
+        data = np.array(self._data[source.path][source.offset : source.offset + source.num_bytes])
         if source.type.name in _PLAIN:
             return torch.from_numpy(data).view(_PLAIN[source.type.name]).view(source.shape)
         with np.errstate(invalid="ignore", over="ignore"):  # of corrupt scales, which the caller looks for
             blocks = dequantize(data.reshape(*source.shape[:-1], -1), GGMLQuantizationType(source.kind))
         return torch.from_numpy(np.ascontiguousarray(blocks, dtype=np.float32)).view(source.shape)
+
+
+def _mapped(path: Path) -> npt.NDArray[np.uint8]:
+    try:
+        return np.memmap(path, dtype=np.uint8, mode="r")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} can't be mapped: {error}", field="model") from error
 
 
 def _as_read(tensor: TensorInfo) -> TensorInfo:

@@ -23,9 +23,6 @@ def gguf_config(file: GgufFile) -> HfConfig:
     architecture = file.get("general.architecture", str)
     if architecture not in ARCHITECTURES:
         raise file.error("general.architecture", f"{architecture[:60]!r} is none of {', '.join(ARCHITECTURES)}")
-    parts = file.optional("split.count", int) or 1
-    if parts > 1:
-        raise file.error("split.count", f"is {parts}: merge the files with gguf-split first")
     return ARCHITECTURES[architecture](file, architecture)
 
 

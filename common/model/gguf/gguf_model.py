@@ -1,4 +1,4 @@
-"""A model in one GGUF file; needs no torch."""
+"""A model in one GGUF file or in several; needs no torch."""
 
 import hashlib
 from collections.abc import Mapping
@@ -6,10 +6,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from common.errors import ModelError
-from common.model.fingerprint import add_tensors, add_to_digest
+from common.model.file_digests import file_digests
+from common.model.fingerprint import add_to_digest
 from common.model.gguf.config import gguf_config, gguf_generation
-from common.model.gguf.header import GgufFile, read_gguf
+from common.model.gguf.header import GgufFile
+from common.model.gguf.split import read_parts
 from common.model.gguf.tensor_names import NamedTensor, named_tensors
 from common.model.gguf.tokenizer import control_tokens, gguf_tokenizer, gguf_tokenizer_config, tokenizer_kind
 from common.model.json_file import JsonFile
@@ -18,7 +19,7 @@ from common.model.source import TemplateFile
 
 
 class GgufSource:
-    """A ModelSource; the file is read at the first question."""
+    """A ModelSource; the files are read at the first question. path: of the first."""
 
     format = "gguf"
 
@@ -32,7 +33,7 @@ class GgufSource:
 
     @cached_property
     def file(self) -> GgufFile:
-        return read_gguf(self.path)
+        return read_parts(self.path)
 
     @cached_property
     def named(self) -> Mapping[str, NamedTensor]:
@@ -65,18 +66,12 @@ class GgufSource:
     def tensors(self) -> tuple[TensorInfo, ...]:
         places = ((name, named.source) for name, named in self.named.items())
         return tuple(
-            TensorInfo(name, self.path, place.type.name, place.shape, place.offset, place.num_bytes)
+            TensorInfo(name, place.path, place.type.name, place.shape, place.offset, place.num_bytes)
             for name, place in places
         )
 
     def revision(self) -> str:
-        """Of the header, which holds the tokenizer, and of the start of each tensor."""
+        """Of all bytes of all files; the header holds the tokenizer."""
         digest = hashlib.sha256()
-        try:
-            with self.path.open("rb") as data:
-                add_to_digest(digest, data.read(self.file.data_start))
-        except OSError as error:
-            raise ModelError(f"{self.path} can't be read: {error.strerror}", field="model") from error
-        places = [(tensor.offset, tensor.num_bytes) for tensor in self.file.tensors.values()]
-        add_tensors(digest, self.path, places)
+        add_to_digest(digest, *(content.encode() for content in file_digests(self.file.paths)))
         return digest.hexdigest()

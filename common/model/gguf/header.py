@@ -44,10 +44,24 @@ TYPES = {
     6: TensorType("Q5_0", 32, 22),
     7: TensorType("Q5_1", 32, 24),
     8: TensorType("Q8_0", 32, 34),
+    10: TensorType("Q2_K", 256, 84),
+    11: TensorType("Q3_K", 256, 110),
     12: TensorType("Q4_K", 256, 144),
     13: TensorType("Q5_K", 256, 176),
     14: TensorType("Q6_K", 256, 210),
+    16: TensorType("IQ2_XXS", 256, 66),
+    17: TensorType("IQ2_XS", 256, 74),
+    18: TensorType("IQ3_XXS", 256, 98),
+    19: TensorType("IQ1_S", 256, 50),
+    20: TensorType("IQ4_NL", 32, 18),
+    21: TensorType("IQ3_S", 256, 110),
+    22: TensorType("IQ2_S", 256, 82),
+    23: TensorType("IQ4_XS", 256, 136),
+    29: TensorType("IQ1_M", 256, 56),
     30: TensorType("BF16", 1, 2),
+    34: TensorType("TQ1_0", 256, 54),
+    35: TensorType("TQ2_0", 256, 66),
+    39: TensorType("MXFP4", 32, 17),
 }
 
 
@@ -60,6 +74,7 @@ class GgufTensor:
     shape: tuple[int, ...]  # as torch has it: the fastest dimension last, which GGUF writes first
     offset: int  # bytes from the start of the file
     num_bytes: int
+    path: Path  # the file
 
     @property
     def type(self) -> TensorType:
@@ -70,10 +85,10 @@ class GgufTensor:
 class GgufFile:
     """A checked header."""
 
-    path: Path
+    path: Path  # of the metadata
     metadata: Mapping[str, Any]  # arrays are lists
     tensors: Mapping[str, GgufTensor]  # in the file's order
-    data_start: int  # bytes
+    paths: tuple[Path, ...]  # all files that the model has
 
     def error(self, key: str, problem: str) -> ModelError:
         return ModelError(f"{self.path}: {key} {problem}", field="model")
@@ -152,7 +167,7 @@ class _Reader:
         tensors = [self._place(info, start, alignment) for info in infos]
         self._check_overlap(tensors)
         named = {tensor.name: tensor for tensor in tensors}
-        return GgufFile(self._path, metadata, named, start)
+        return GgufFile(self._path, metadata, named, (self._path,))
 
     def _error(self, problem: str) -> ModelError:
         return ModelError(f"{self._path} {problem}", field="model")
@@ -227,7 +242,7 @@ class _Reader:
         end = start + offset + num_bytes
         if end > self._size:
             raise self._error(f"is cut short or corrupt: {what} ends at byte {end} of {self._size}")
-        return GgufTensor(name, kind, shape, start + offset, num_bytes)
+        return GgufTensor(name, kind, shape, start + offset, num_bytes, self._path)
 
     def _check_overlap(self, tensors: list[GgufTensor]) -> None:
         names: set[str] = set()

@@ -52,7 +52,7 @@ def _factors(file: GgufFile, name: str) -> list[float]:
     if tensor is None or tensor.type.name != "F32" or len(tensor.shape) != 1 or tensor.shape[0] > 2**16:
         raise file.error(name, "must be a vector in F32")
     try:
-        with file.path.open("rb") as data:
+        with tensor.path.open("rb") as data:
             data.seek(tensor.offset)
             values = struct.unpack(f"<{tensor.shape[0]}f", data.read(tensor.num_bytes))
     except (OSError, struct.error) as error:

@@ -144,7 +144,7 @@ def test_scaling_is_read_from_the_metadata(metadata: dict[str, Any], scaling: An
     ("metadata", "problem"),
     [
         ({"llama__expert_count": 8}, "mixtures of experts"),
-        ({"split__count": 3}, "merge the files"),
+        ({"split__count": 3}, "split.no makes it part 1 of 3: its name must say so"),
         ({"llama__attention__value_length": 32}, "value_length differs"),
         ({"llama__attention__head_count": 0}, "head_count is 0"),
         ({"llama__attention__head_count": 2**31}, "head_count is 2147483648"),
@@ -191,7 +191,7 @@ def test_every_part_of_the_file_counts_for_the_revision(tmp_path: Path):
     assert GgufSource(tmp_path / "other.gguf").revision() == before
     for tensor in source.file.tensors.values():
         changed = bytearray(content)
-        changed[tensor.offset] ^= 1
+        changed[tensor.offset + tensor.num_bytes - 1] ^= 1
         path.write_bytes(changed)
         assert GgufSource(path).revision() != before
     other = sentencepiece()
