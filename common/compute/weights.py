@@ -113,16 +113,15 @@ def load_weights(
 ) -> ModelWeights:
     """All weights in `dtype`. Raises ModelError that names file and tensor, before any tensor is read."""
     tensors = reader.tensors
-    _check(reader, _expected_shapes(config), config)
+    _check(reader, _expected_shapes(config) | _embedding_shape(reader, config), config)
     loader = _Loader(reader, getattr(torch, dtype), config.norm_offset, progress)
-    table = loader.load(_EMBEDDING)
+    first = _embedding_name(reader, config)
+    embedding = DenseWeight(loader.load(first))
     layers = tuple(_layer(loader, config, i) for i in range(config.num_layers))
     norm = loader.load("model.norm.weight", norm=True)
-    embedding = DenseWeight(table)
-    head = embedding if config.tie_word_embeddings else DenseWeight(loader.load(_HEAD))
-    if config.tie_word_embeddings and _HEAD in tensors and not torch.equal(loader.load(_HEAD), table):
-        path = tensors[_HEAD].path
-        raise ModelError(f"{path}: {_HEAD} is not the embedding, but tie_word_embeddings is true", field="model")
+    head = DenseWeight(loader.load(_HEAD)) if _HEAD in tensors and first != _HEAD else embedding
+    if config.tie_word_embeddings and torch.equal(head.tensor, embedding.tensor):
+        head = embedding
     return ModelWeights(embedding, layers, norm, head)
 
 
@@ -141,9 +140,19 @@ MLP_FIELDS = tuple(item.name for item in fields(GatedMlp))
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
+def _embedding_name(reader: TensorReader, config: ModelConfig) -> str:
+    """Of two tied tensors a checkpoint may have either, or both: then they count as they are, as in transformers."""
+    only_head = config.tie_word_embeddings and _EMBEDDING not in reader.tensors and _HEAD in reader.tensors
+    return _HEAD if only_head else _EMBEDDING
+
+
+def _embedding_shape(reader: TensorReader, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    return {_embedding_name(reader, config): (config.vocab_size, config.hidden_size)}
+
+
 def _expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     hidden = config.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
+    shapes: dict[str, tuple[int, ...]] = {"model.norm.weight": (hidden,)}
     for i in range(config.num_layers):
         for parts in _layer_tensors(config, i).values():
             shapes |= parts
@@ -191,7 +200,7 @@ def _check(reader: TensorReader, shapes: dict[str, tuple[int, ...]], config: Mod
     missing = [name for name in shapes if name not in tensors]
     if missing:
         raise ModelError(f"{reader.path}: tensor {missing[0]} is missing ({len(missing)} in all)", field="model")
-    known = shapes | ({_HEAD: shapes[_EMBEDDING]} if config.tie_word_embeddings else {})
+    known = shapes | {_HEAD: (config.vocab_size, config.hidden_size)}  # a tied one may be there, too
     for name, tensor in tensors.items():
         if name.endswith(".rotary_emb.inv_freq"):
             continue  # a constant that old checkpoints carry along

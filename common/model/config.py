@@ -60,6 +60,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     attention_softcap: float | None = None  # the scores' bound, softly
     logit_softcap: float | None = None
+    overflows_float16: bool = False  # activations go beyond 65504
 
     @property
     def num_layers(self) -> int:
@@ -72,7 +73,12 @@ class ModelConfig:
         return min((length or self.max_position_embeddings for length in reach), default=self.max_position_embeddings)
 
     def resolve_dtype(self, wanted: str) -> str:
-        """The dtype of weights and KV for the setting `wanted`, which may be "auto"."""
+        """The dtype of weights and KV for the setting `wanted`, which may be "auto". Raises ConfigError."""
+        if self.overflows_float16 and "float16" in (wanted, self.dtype if wanted == "auto" else ""):
+            if wanted == "float16":
+                problem = f"a {self.architecture} overflows in float16; use bfloat16 or float32"
+                raise ConfigError(problem, field="dtype")
+            return "bfloat16"
         return self.dtype if wanted == "auto" else wanted
 
     def context_length(self, wanted: int | None) -> int:
@@ -108,6 +114,7 @@ def model_name(directory: Path) -> str:
 def _dtype(file: JsonFile) -> str:
     key = "dtype" if file.content.get("dtype") is not None else "torch_dtype"
     dtype = file.get(key, str, "float32").removeprefix("torch.")
+    dtype = "float32" if dtype == "auto" else dtype  # and no weights here to tell
     if dtype not in DTYPE_BYTES:
         raise file.error(key, f"{dtype!r} is not supported (only {', '.join(DTYPE_BYTES)})")
     return dtype
@@ -158,6 +165,7 @@ def _parse(file: JsonFile, family: Family, architecture: str) -> ModelConfig:
         embedding_scale=hidden_size**0.5 if family.scaled_embedding else 1.0,
         attention_softcap=_softcap(file, "attn_logit_softcapping"),
         logit_softcap=_softcap(file, "final_logit_softcapping"),
+        overflows_float16=family.overflows_float16,
     )
 
 

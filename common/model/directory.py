@@ -8,7 +8,7 @@ from common.errors import ModelError
 from common.model.config import model_name
 from common.model.fingerprint import model_fingerprint
 from common.model.json_file import JsonFile
-from common.model.safetensors_header import TensorInfo, read_checkpoint
+from common.model.safetensors_header import DTYPES, INDEX_FILE, SINGLE_FILE, TensorInfo, read_checkpoint
 from common.model.source import TemplateFile, token_text
 
 
@@ -26,7 +26,18 @@ class DirectorySource:
         return self
 
     def config(self) -> JsonFile:
-        return JsonFile.read(self.path / "config.json")
+        """With the dtype that most of the weights have, if the file has none."""
+        file = JsonFile.read(self.path / "config.json")
+        if any(file.content.get(key) not in (None, "auto") for key in ("dtype", "torch_dtype")):
+            return file
+        if not ((self.path / SINGLE_FILE).exists() or (self.path / INDEX_FILE).exists()):
+            return file
+        sizes = dict.fromkeys(DTYPES.values(), 0)
+        for tensor in self.tensors():
+            if tensor.dtype in DTYPES:
+                sizes[DTYPES[tensor.dtype]] += tensor.num_bytes
+        most = max(sizes, key=lambda dtype: sizes[dtype])
+        return JsonFile(file.path, {**file.content, "dtype": most}) if sizes[most] else file
 
     def generation(self) -> JsonFile | None:
         return self._optional("generation_config.json")

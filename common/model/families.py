@@ -59,6 +59,7 @@ class Family:
     activation_key: str = "hidden_act"
     activations: Mapping[str, str] = field(default_factory=lambda: {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"})
     rope_by_layer_type: bool = False
+    overflows_float16: bool = False  # activations go beyond 65504
 
 
 _BIASES = frozenset({"attention_bias", "mlp_bias"})
@@ -119,6 +120,7 @@ FAMILIES: dict[str, Family] = {
         sandwich_norms=True,
         norm_offset=1.0,
         scaled_embedding=True,
+        overflows_float16=True,
         activation_key="hidden_activation",
     ),
     "Gemma3ForCausalLM": Family(
@@ -130,6 +132,7 @@ FAMILIES: dict[str, Family] = {
         sandwich_norms=True,
         norm_offset=1.0,
         scaled_embedding=True,
+        overflows_float16=True,
         activation_key="hidden_activation",
         rope_by_layer_type=True,
     ),

@@ -140,14 +140,26 @@ def packed(values: np.ndarray, kind: Kind) -> np.ndarray:
         return random_blocks(values.shape, kind)
 
 
+SCALES = {
+    Kind.Q2_K: slice(80, 84),
+    Kind.Q3_K: slice(108, 110),
+    Kind.Q4_K: slice(0, 4),
+    Kind.Q5_K: slice(0, 4),
+    Kind.Q6_K: slice(208, 210),
+}
+
+
 def random_blocks(shape: tuple[int, ...], kind: Kind, seed: int = 0) -> np.ndarray:
-    """Valid K-quant blocks: any bits with small scales."""
+    """Valid blocks: any bits with small scales."""
     per_block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     random = np.random.default_rng(seed)
     blocks = random.integers(0, 256, (*shape[:-1], shape[-1] // per_block, num_bytes), dtype=np.uint8)
-    scales = np.array([0.001, 0.002], np.float16).view(np.uint8)
-    place = {Kind.Q4_K: slice(0, 4), Kind.Q5_K: slice(0, 4), Kind.Q6_K: slice(208, 210)}[kind]
-    blocks[..., place] = scales[: place.stop - place.start]
+    if kind == Kind.IQ1_M:  # its scale lies in the upper four bits of each of the last four words
+        blocks[..., 49::2] = blocks[..., 49::2] & 0x0F | np.array([0x00, 0x00, 0x40, 0x10], np.uint8)
+    else:
+        scales = np.array([0.001, 0.002], np.float16).view(np.uint8)
+        place = SCALES.get(kind, slice(0, 2))
+        blocks[..., place] = scales[: place.stop - place.start]
     return blocks.reshape(*shape[:-1], -1)
 
 
@@ -220,3 +232,28 @@ def sentencepiece(**changes: Any) -> dict[str, Any]:
         "tokenizer.chat_template": TEMPLATE,
         **changes,
     }
+
+
+def split_file(path: Path, count: int, first: int = 1) -> Path:
+    """Cuts a file into several beside it, as gguf-split does: metadata in the first, tensors in the others.
+
+    `first` is the number in the name of the first. Returns its path.
+    """
+    reader = gguf.GGUFReader(path)
+    names = [f"{path.stem}-{number + first:05}-of-{count:05}.gguf" for number in range(count)]
+    for number, name in enumerate(names):
+        writer = gguf.GGUFWriter(path.with_name(name), reader.fields["general.architecture"].contents())
+        if number == 0:
+            for key, field in reader.fields.items():
+                if not key.startswith("GGUF.") and key != "general.architecture":
+                    writer.add_key_value(key, field.contents(), *[*field.types, None][:2])
+        writer.add_key_value("split.no", number, gguf.GGUFValueType.UINT16)
+        writer.add_key_value("split.count", count, gguf.GGUFValueType.UINT16)
+        writer.add_key_value("split.tensors.count", len(reader.tensors), gguf.GGUFValueType.INT32)
+        for tensor in reader.tensors[number - 1 :: count - 1] if number else ():
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return path.with_name(names[0])

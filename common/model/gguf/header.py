@@ -61,7 +61,7 @@ TYPES = {
     30: TensorType("BF16", 1, 2),
     34: TensorType("TQ1_0", 256, 54),
     35: TensorType("TQ2_0", 256, 66),
-    39: TensorType("MXFP4", 32, 17),
+    39: TensorType("MXFP4", 32, 17),  # not NVFP4, which has scales in tensors of their own
 }
 
 

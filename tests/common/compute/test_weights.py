@@ -1,11 +1,13 @@
 """Weights are the checkpoint's, mapped where layout and dtype allow; what is missing or unknown is refused."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from common.compute.linear_weight import LinearWeight
 from common.compute.readers.safetensors_reader import SafetensorsReader
@@ -117,7 +119,6 @@ def test_progress_reaches_the_whole(tmp_path: Path):
         ({"model__norm__weight": torch.ones(64, 1)}, r"is \[64, 1\], config.json wants \[64\]"),
         ({"model__norm__weight": torch.ones(64, dtype=torch.int32)}, "model.norm.weight has the unsupported dtype I32"),
         ({"model__norm__weight": torch.ones(64, dtype=torch.float64)}, "has the unsupported dtype F64"),
-        ({"lm_head__weight": torch.ones(288, 64)}, "lm_head.weight is not the embedding"),
         ({"lm_head__weight": torch.ones(64, 288)}, "tensor lm_head.weight is"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -138,6 +139,32 @@ def test_a_head_of_its_own_must_be_there(tmp_path: Path):
     (directory / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
     with pytest.raises(ModelError, match=r"tensor lm_head\.weight is missing"):
         load(directory)
+
+
+Change = dict[str, Callable[[torch.Tensor], torch.Tensor | None]]
+TIED: dict[str, tuple[bool, Change]] = {
+    "embedding": (True, {}),
+    "both": (True, {"lm_head__weight": lambda embedding: embedding}),
+    "another": (True, {"lm_head__weight": lambda embedding: -embedding}),
+    "head": (True, {"lm_head__weight": lambda embedding: embedding, "model__embed_tokens__weight": lambda _: None}),
+    "untied": (False, {"lm_head__weight": lambda embedding: -embedding}),
+}
+
+
+@pytest.mark.parametrize("case", TIED)
+def test_a_head_is_what_transformers_takes_for_it(case: str, tmp_path: Path):
+    tied, changes = TIED[case]
+    directory = make_random_checkpoint(tmp_path / "model")
+    embedding = load_file(directory / FILE)["model.embed_tokens.weight"]
+    change(directory, **{name: value(embedding) for name, value in changes.items()})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied}))
+    metadata = {"format": "pt"}  # without it transformers takes no file
+    save_file(load_file(directory / FILE), directory / FILE, metadata)
+    theirs, ours = AutoModelForCausalLM.from_pretrained(directory), load(directory)
+    assert torch.equal(ours.head, theirs.lm_head.weight)
+    assert torch.equal(ours.embedding, theirs.model.embed_tokens.weight)
+    assert (ours.head is ours.embedding) == (case in ("embedding", "both", "head"))
 
 
 def test_a_tied_head_and_old_constants_may_be_there(tmp_path: Path):

@@ -286,3 +286,18 @@ def test_the_context_is_as_long_as_positions_reach(changes: dict[str, Any], defa
     assert (config.context_length(None), config.context_length(longest)) == (default, longest)
     with pytest.raises(ConfigError, match=f"max_model_len is {longest + 1}, the model was made for {longest}"):
         config.context_length(longest + 1)
+
+
+@pytest.mark.parametrize("family", ["Gemma2ForCausalLM", "Gemma3ForCausalLM"])
+def test_a_family_that_overflows_in_float16_is_never_run_in_it(family: str, tmp_path: Path):
+    directory = write_config(tmp_path, architectures=[family], hidden_act=ABSENT, torch_dtype="float16")
+    config = load_config(directory)
+    assert [config.resolve_dtype(wanted) for wanted in ("auto", "float32")] == ["bfloat16", "float32"]
+    with pytest.raises(ConfigError, match=f"a {family} overflows in float16; use bfloat16 or float32") as caught:
+        config.resolve_dtype("float16")
+    assert caught.value.field == "dtype"
+
+
+def test_others_run_in_float16(tmp_path: Path):
+    config = load_config(write_config(tmp_path, torch_dtype="float16"))
+    assert [config.resolve_dtype(wanted) for wanted in ("auto", "float16")] == ["float16"] * 2

@@ -20,6 +20,8 @@ FILES = TEXT | {
     "pytorch_model.bin": b"pickle",
     "original/model.safetensors": b"again",
     "small.Q4_0.gguf": b"GGUF",
+    "Q8/x-00001-of-00002.gguf": b"GGUF first",
+    "Q8/x-00002-of-00002.gguf": b"GGUF second",
 }
 PROGRAM = """
 import sys
@@ -60,6 +62,13 @@ def test_only_what_is_read_is_fetched(hub: Hub, tmp_path: Path):
     assert set(hub.fetched) == set(TEXT)
     assert ask(tmp_path, hub.address, revision="v1").split() == sorted([*TEXT, "model.safetensors"])
     assert set(hub.fetched) == {*TEXT, "model.safetensors"}
+
+
+def test_all_files_of_a_split_model_are_fetched(hub: Hub, tmp_path: Path):
+    first = Path(ask(tmp_path, hub.address, "owner/name/Q8/x-00001-of-00002.gguf"))
+    assert (first.read_bytes(), first.with_name("x-00002-of-00002.gguf").read_bytes()) == (
+        b"GGUF first", b"GGUF second",
+    )  # fmt: skip
 
 
 def test_what_is_cached_needs_no_hub(hub: Hub, tmp_path: Path):
@@ -105,6 +114,9 @@ def test_what_cannot_be_had_is_one_line(
         ("owner/name", True),
         ("HuggingFaceTB/SmolLM2-135M.Instruct_x", True),
         ("owner/name/file.Q4_K.gguf", True),
+        ("owner/name/Q4_K/file-00001-of-00002.gguf", True),
+        ("owner/name/./file.gguf", False),
+        ("owner/name/.gguf", False),
         ("name", False),
         ("/owner/name", False),
         ("./owner", False),
