@@ -67,6 +67,7 @@ async def run(arguments: argparse.Namespace) -> int:
             metrics,
             max_unsplit_tokens=settings.max_unsplit_tokens,
             stranger=partial(stranger, names={name}, tokenizer=tokenizer),
+            strict_numerics=settings.strict_numerics,
         )
         pipeline = Pipeline(workers, text, metrics, deadlines, time.monotonic, max_queued=settings.max_queued_requests)
         stack.push_async_callback(workers.close)

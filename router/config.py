@@ -23,6 +23,9 @@ class RouterConfig(ModelSettings):
     max_unsplit_tokens: int = setting(
         32, "prompts with so few uncached tokens may skip the prefill pool, where that is quicker", within=(0, None)
     )
+    strict_numerics: bool = setting(
+        False, "pair only workers that round alike: one kind of CPU, one attention backend, one torch"
+    )
     max_queued_requests: int = setting(
         1024, "requests that may wait for room in the decode pool; more are refused (429)", within=(0, None)
     )

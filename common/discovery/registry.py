@@ -50,6 +50,7 @@ class WorkerRecord:
     max_num_seqs: int = 0  # sequences it runs at once; 0: not told
     tokenizer: str = ""  # SHA-256 of its content; empty: not told
     leaving: bool = False  # it said goodbye
+    numerics: str = ""  # workers with equal ones round alike
 
     @property
     def member(self) -> str:

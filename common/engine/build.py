@@ -7,6 +7,7 @@ import torch
 
 from common.block_hash import BLOCK_SIZE
 from common.compute.decoder import Decoder
+from common.compute.numerics import numerics
 from common.compute.ops.choose import choose_ops
 from common.compute.readers.open_tensors import open_tensors
 from common.compute.weights import load_weights
@@ -51,6 +52,7 @@ class BuiltEngine:
     model_revision: str
     fingerprint: str
     tokenizer: str  # SHA-256 of its content
+    numerics: str  # whose bits are equal
     token_s: float  # what a token took in the largest step
 
 
@@ -82,7 +84,8 @@ def build_engine(
     torch.set_num_threads(settings.threads or min(torch.get_num_threads(), usable_cores()))
     revision, reader = source.revision(), open_tensors(source)
     weights = load_weights(reader, model, dtype, progress=progress)
-    decoder = Decoder(model, weights, choose_ops(model, settings.attention_backend))
+    ops = choose_ops(model, settings.attention_backend)
+    decoder = Decoder(model, weights, ops)
     largest = min(config.max_num_batched_tokens, config.max_model_len)
     working, largest_s = warm_up(decoder, layout, largest, clock)
     if settings.kv_cache_memory is None:
@@ -112,6 +115,7 @@ def build_engine(
         model_revision=revision,
         fingerprint=fingerprint(revision, dtype=dtype, kv_dtype=layout.dtype, layout_id=layout.layout_id),
         tokenizer=tokenizer_id(source),
+        numerics=numerics(ops.name),
         token_s=largest_s / largest,
     )
 

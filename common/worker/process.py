@@ -233,6 +233,7 @@ async def running(
         tokenizer=built.tokenizer,
         pid=os.getpid(),
         version=VERSION,
+        numerics=built.numerics,
     )
     service.register()
     await worker.server.start()

@@ -2,7 +2,8 @@
 
 Everything is counted in tokens. A prefill worker's score is the number of tokens it has to compute until this
 prompt is done: those queued before it, and those of it that its prefix cache lacks. So a cached prefix is worth
-exactly the computing that it saves, and never wins over a worker that is less busy by more than that.
+exactly the computing that it saves, and never wins over a worker that is less busy by more than that. A pair that
+rounds alike is worth as much as the whole context.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -31,6 +32,7 @@ class Candidate:
     running: int = 0  # sequences, by its last report
     token_s: float = 0.0  # a prompt's token there takes, as measured; 0: not known
     step_s: float = 0.0  # a step of few tokens takes
+    mixed: bool = False  # whom it would be paired with rounds otherwise
 
 
 def pick_prefill(
@@ -115,7 +117,7 @@ def _pick(
         return bool(worker.total_blocks) and promised + new > worker.free_blocks
 
     ranked = [
-        ((worker.failed, has_to_wait(worker), score(worker), worker.in_flight), worker)
+        ((worker.failed, has_to_wait(worker), score(worker) + worker.mixed * num_tokens, worker.in_flight), worker)
         for worker in filter(available, candidates)
     ]
     if not ranked:

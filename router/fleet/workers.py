@@ -9,6 +9,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from common.deadlines import Deadlines
 from common.discovery.registry import Registry, WorkerRecord
@@ -39,6 +40,7 @@ class Workers:
         channel: OpenChannel = open_channel,
         max_unsplit_tokens: int = 0,
         stranger: Callable[[WorkerRecord], str] = lambda record: "",
+        strict_numerics: bool = False,
     ) -> None:
         """`stranger` says why a worker is none of this router's, in a word for the log; empty: it is one."""
         self._registry = registry
@@ -51,6 +53,7 @@ class Workers:
         self._max_unsplit_tokens = max_unsplit_tokens
         self._stranger = stranger
         self._strangers: dict[str, str] = {}  # lives that are listed and not this router's: why
+        self._strict_numerics = strict_numerics
         self._clients: dict[str, WorkerClient] = {}
         self._changed = asyncio.Event()
         self._listed = False  # the registry has been read
@@ -123,7 +126,7 @@ class Workers:
         if fingerprint is not None:
             fingerprints &= {fingerprint}
         picked = pick_prefill(
-            [self._candidate(client, context, failed) for client in self.usable("prefill")],
+            self._candidates("prefill", context, failed, {client.record.numerics for client in self.usable("decode")}),
             len(context),
             fingerprints=fingerprints,
             turn=self._random.getrandbits(32),
@@ -137,11 +140,18 @@ class Workers:
         return client, self._index.expect(picked.worker_id, context.hashes(client.record.model_revision))
 
     def pick_decode(
-        self, context: HashedTokens, fingerprint: str | None, failed: Collection[str] = ()
+        self,
+        context: HashedTokens,
+        fingerprint: str | None,
+        failed: Collection[str] = (),
+        numerics: str | None = None,
     ) -> WorkerClient | None:
-        """The worker that holds the least, counting what it has of this prompt; of one fingerprint, if given."""
+        """The worker that holds the least, counting what it has of this prompt; of one fingerprint, if given.
+
+        numerics: of the KV's holder. Others come after those that round alike, or not at all if numerics are strict.
+        """
         picked = pick_decode(
-            [self._candidate(client, context, failed) for client in self.usable("decode")],
+            self._candidates("decode", context, failed, None if numerics is None else {numerics}),
             len(context),
             fingerprint=fingerprint,
             turn=self._random.getrandbits(32),
@@ -158,7 +168,11 @@ class Workers:
             return
 
     async def decode_worker(
-        self, context: HashedTokens, fingerprint: str | None, failed: Collection[str] = ()
+        self,
+        context: HashedTokens,
+        fingerprint: str | None,
+        failed: Collection[str] = (),
+        numerics: str | None = None,
     ) -> WorkerClient:
         """pick_decode, waiting for a worker to come back if need be. Raises NoWorker after the queue deadline.
 
@@ -168,15 +182,20 @@ class Workers:
         began = self._clock()
         while True:
             self._check_context(len(context))
-            if (client := self.pick_decode(context, fingerprint, failed)) is not None:
+            if (client := self.pick_decode(context, fingerprint, failed, numerics)) is not None:
                 return client
             waited = self._clock() - began
             if waited >= self._deadlines.router_queue_s:
                 raise NoWorker("no decode worker can take the request")
-            alone = fingerprint is not None and all(c.record.fingerprint != fingerprint for c in self.usable("decode"))
+            alone = not any(self._takes(client.record, fingerprint, numerics) for client in self.usable("decode"))
             if alone and waited >= self._deadlines.dead_s and self.usable("decode"):
                 raise HandoverError("no decode worker of this fingerprint is left")
             await self.change(min(self._deadlines.router_queue_s - waited, self._deadlines.heartbeat_s))
+
+    def _takes(self, record: WorkerRecord, fingerprint: str | None, numerics: str | None) -> bool:
+        """Whether a decode worker may go on with KV or an answer of these."""
+        rounds_alike = numerics in (None, record.numerics) or not self._strict_numerics
+        return fingerprint in (None, record.fingerprint) and rounds_alike
 
     def _check_context(self, num_tokens: int) -> None:
         """Raises ContextLengthExceeded for what no decode worker there is will ever take."""
@@ -185,6 +204,17 @@ class Workers:
             raise ContextLengthExceeded(
                 f"the prompt has {num_tokens} tokens, the workers' context {longest}", field="prompt"
             )
+
+    def _candidates(
+        self, role: str, context: HashedTokens, failed: Collection[str], numerics: Collection[str] | None
+    ) -> list[Candidate]:
+        """numerics: of whom they would be paired with."""
+        found = []
+        for client in self.usable(role):
+            mixed = numerics is not None and client.record.numerics not in numerics
+            if not (mixed and self._strict_numerics):
+                found.append(replace(self._candidate(client, context, failed), mixed=mixed))
+        return found
 
     def _candidate(self, client: WorkerClient, context: HashedTokens, failed: Collection[str]) -> Candidate:
         record, load = client.record, client.load

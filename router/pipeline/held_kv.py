@@ -13,8 +13,9 @@ from router.fleet.worker_client import WorkerClient
 class Held:
     """A handle that the router keeps alive until a decode worker has what it names."""
 
-    def __init__(self, handle: KVHandle) -> None:
+    def __init__(self, handle: KVHandle, numerics: str) -> None:
         self.handle = handle
+        self.numerics = numerics  # of the holder
         self.taken = False
 
 
@@ -24,7 +25,7 @@ async def held(holder: WorkerClient, handle: KVHandle | None, lease_s: float) ->
     if handle is None:
         yield None
         return
-    kept = Held(handle)
+    kept = Held(handle, holder.record.numerics)
     renewer = asyncio.create_task(_renew(holder, kept, lease_s))
     try:
         yield kept

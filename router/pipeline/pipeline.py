@@ -152,12 +152,14 @@ class Pipeline:
                 if live:
                     await self._decode(run, live, key, kept)
 
-    async def _decode_worker(self, run: RequestRun, context: HashedTokens, fingerprint: str | None) -> WorkerClient:
+    async def _decode_worker(
+        self, run: RequestRun, context: HashedTokens, fingerprint: str | None, numerics: str | None = None
+    ) -> WorkerClient:
         """The decode worker for these tokens, as soon as there is one; the wait counts as the request's queue."""
         before = run.elapsed_s()
         self._count(waiting=1)
         try:
-            return await self._workers.decode_worker(context, fingerprint, run.failed)
+            return await self._workers.decode_worker(context, fingerprint, run.failed, numerics)
         except HandoverError:
             run.give_up_model()
             raise
@@ -192,7 +194,10 @@ class Pipeline:
     ) -> None:
         """Tokens until these answers are finished, on KV from the handle or, without one, from the start."""
         context = run.context(answers)
-        client = await self._decode_worker(run, context, kept.handle.fingerprint if kept else run.fingerprint)
+        if kept:
+            client = await self._decode_worker(run, context, kept.handle.fingerprint, kept.numerics)
+        else:
+            client = await self._decode_worker(run, context, run.fingerprint)
         run.report.decode_worker = client.record.worker_id
         submission = run.submission(answers, client, key)
         handle = kept.handle.to_proto() if kept else None

@@ -226,13 +226,16 @@ async def fake_cluster(
     decode: int = 1,
     listed: bool = True,
     stranger: Callable[[WorkerRecord], str] = lambda record: "",
+    strict_numerics: bool = False,
     **deadlines: float,
 ) -> AsyncIterator[FakeCluster]:
     """Runs the workers, lists and connects them; at the end proves that nothing is left, no task either."""
     chosen = replace(QUICK, **deadlines)
     metrics, registry, clock = RouterMetrics("test"), FakeRegistry(), Clock()
     index = PrefixIndex(None, "test", chosen, clock=clock)
-    workers = Workers(registry, index, "router-0", chosen, time.monotonic, metrics, stranger=stranger)
+    workers = Workers(
+        registry, index, "router-0", chosen, time.monotonic, metrics, stranger=stranger, strict_numerics=strict_numerics
+    )
     pipeline = Pipeline(workers, text, metrics, chosen, time.monotonic)
     cluster = FakeCluster(workers, pipeline, registry, index)
     cluster.clock = clock

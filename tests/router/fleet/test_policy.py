@@ -142,6 +142,17 @@ def test_availability_comes_before_affinity(changes: dict[str, Any]) -> None:
     assert pick_decode([unavailable], 1000, fingerprint="f") is None
 
 
+@pytest.mark.parametrize(("queued", "picked"), [(999, "alike"), (1000, "mixed"), (1001, "mixed")])
+def test_a_pair_that_rounds_alike_is_worth_the_context(queued: int, picked: str) -> None:
+    """At 1000, equal scores: fewest in flight."""
+    alike = a_candidate("alike", reported_tokens=queued, in_flight=1)
+    mixed = a_candidate("mixed", mixed=True)
+    for chosen in (pick_prefill([alike, mixed], 1000), pick_decode([alike, mixed], 1000)):
+        assert chosen is not None
+        assert chosen.worker_id == picked
+    assert pick_decode([mixed], 1000) == mixed
+
+
 def test_nobody_is_none() -> None:
     assert pick_prefill([], 10) is None
     assert pick_decode([], 10) is None

@@ -307,6 +307,44 @@ async def test_a_decode_pool_that_is_gone_may_come_back_until_the_queue_deadline
         assert cluster.workers.capacity() is None
 
 
+def name_numerics(cluster: FakeCluster, **numerics: str) -> None:
+    """By worker ids, whose - is a _ here."""
+    for fake in cluster.fakes:
+        fake.record = replace(fake.record, numerics=numerics[fake.record.worker_id.replace("-", "_")])
+
+
+async def test_pairs_that_round_alike_are_preferred(text: TextModel) -> None:
+    async with fake_cluster(text, prefill=2, decode=2, listed=False) as cluster:
+        name_numerics(cluster, prefill_0="a", prefill_1="x", decode_0="a", decode_1="b")
+        await cluster.show(*cluster.fakes)
+        context, workers = HashedTokens(LONG), cluster.workers
+        for numerics, wanted in [("a", "decode-0"), ("b", "decode-1")] * 4:
+            assert (await workers.decode_worker(context, None, numerics=numerics)).record.worker_id == wanted
+        assert {(await workers.decode_worker(context, None)).record.worker_id for _ in range(32)} == names(
+            cluster, "decode"
+        )
+        assert await workers.decode_worker(context, None, numerics="unheard of")
+        for _ in range(8):
+            client, expectation = workers.pick_prefill(context, workers.usable("decode")[0])
+            expectation.answered()
+            assert client.record.worker_id == "prefill-0"
+        assert (await cluster.answer([ANSWER], prompt=LONG)).tokens == [ANSWER]
+
+
+async def test_strict_numerics_pair_nobody_else(text: TextModel) -> None:
+    quick = {"dead_s": 0.3, "heartbeat_s": 0.1}
+    async with fake_cluster(text, prefill=1, decode=2, listed=False, strict_numerics=True, **quick) as cluster:
+        name_numerics(cluster, prefill_0="x", decode_0="a", decode_1="b")
+        await cluster.show(*cluster.fakes)
+        context, workers = HashedTokens(LONG), cluster.workers
+        assert workers.pick_prefill(context, workers.usable("decode")[0]) == "alone"
+        assert (await workers.decode_worker(context, None, numerics="b")).record.worker_id == "decode-1"
+        with pytest.raises(HandoverError):
+            await workers.decode_worker(context, None, numerics="x")
+        answered = await cluster.answer([ANSWER], prompt=LONG)
+        assert (answered.tokens, answered.report.unsplit) == ([ANSWER], "alone")
+
+
 async def test_a_prompt_beyond_every_workers_context_is_refused_at_once(text: TextModel) -> None:
     async with fake_cluster(text, listed=False) as cluster:
         records = [replace(fake.record, max_model_len=len(PROMPT)) for fake in cluster.fakes]
