@@ -18,7 +18,8 @@ from common.engine.limits import SchedulerConfig
 from common.engine.scheduler import Reservation, Scheduler
 from common.errors import RedisUnreachable
 from common.layout import KVLayout
-from common.text.detokenize import ByteLevelDetokenizer, Detokenizer
+from common.text.detokenize import Detokenizer
+from common.text.token_pieces import Piece
 from common.worker.config import WorkerConfig
 from common.worker.health import Health
 from common.worker.metrics import WorkerMetrics
@@ -277,11 +278,18 @@ class SimWorker:
         return counts
 
 
+class ToyPieces:
+    streams, errors, merges = (), "replace", False
+
+    def get(self, token_id: int) -> Piece:
+        return Piece(LETTERS[token_id], LETTERS[token_id])
+
+
 class ToyText:
     """A TextModel's part in a pipeline."""
 
-    def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
-        return ByteLevelDetokenizer(lambda token_id: LETTERS[token_id])
+    def detokenizer(self, skip_special_tokens: bool, prompt_ids: Sequence[int] = ()) -> Detokenizer:
+        return Detokenizer(ToyPieces())
 
 
 class SimRouter:

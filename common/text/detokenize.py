@@ -1,105 +1,84 @@
-"""Text as it is generated: token ids become text, stop strings end it."""
+"""Text as it is generated: token ids become text, which goes out as soon as its characters are complete."""
 
-import codecs
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from codecs import utf_8_decode
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
+from common.text.token_pieces import Pieces
 
-class Detokenizer(Protocol):
-    """Decodes one answer piece by piece; all pieces joined are the decoding of all ids at once."""
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these ids complete; never a part of a character."""
-        ...
-
-    def finish(self) -> str:
-        """What was held back for more bytes to come."""
-        ...
+State = tuple[int | None, bytes, tuple[Any, ...]]  # the token before, the gap after it, the streams' states
 
 
-class ByteLevelDetokenizer:
-    """For byte-level BPE: a token is some bytes, and the answer is their UTF-8."""
+class Reading(NamedTuple):
+    """What one token adds to a text: the characters that it completes, and its bytes."""
 
-    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
-        self._token_bytes = token_bytes
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, token_ids: Sequence[int]) -> str:
-        return self._utf8.decode(b"".join(map(self._token_bytes, token_ids)))
-
-    def finish(self) -> str:
-        return self._utf8.decode(b"", final=True)
+    text: str
+    data: bytes
 
 
-class WindowDetokenizer:
-    """For any other tokenizer: decodes a window, which starts before what is new so that its spaces come out right."""
+class Detokenizer:
+    """Decodes one text token by token. All pieces joined are what the tokenizer decodes all ids to.
 
-    def __init__(
-        self,
-        decode: Callable[[Sequence[int]], str],
-        is_visible: Callable[[int], bool],
-        is_byte: Callable[[int], bool],
-    ) -> None:
-        """is_byte: tokens of raw bytes; what a run of them means is only certain once it has ended."""
-        self._decode = decode
-        self._is_visible = is_visible
-        self._is_byte = is_byte
-        self._window: list[int] = []
-        self._done = 0  # ids of the window whose text is out
+    Only an incomplete character is held back, and what the tokenizer's decoder may still change. The library gives up
+    on a whole run of raw-byte tokens if one of them is broken; here, as in SentencePiece itself, the characters around
+    that byte stay: those before it are out.
+    """
+
+    def __init__(self, pieces: Pieces, hidden: Collection[int] = frozenset(), before: Sequence[int] = ()) -> None:
+        """hidden: tokens that add nothing. before: the text that this one goes on from, or the end of it."""
+        self._pieces = pieces
+        self._hidden = hidden
+        self._state: State = (None, b"", tuple(stream.start for stream in pieces.streams))
+        self._held = b""  # of a character
+        self.push(before)
 
     def push(self, token_ids: Sequence[int]) -> str:
-        self._window.extend(filter(self._is_visible, token_ids))
-        if not self._window or self._is_byte(self._window[-1]):
-            return ""
-        text = self._new_text()
-        if not text:
-            return ""
-        del self._window[: self._done]
-        self._done = len(self._window)
+        """The text that these ids complete."""
+        data, state = [self._held], self._state
+        for token_id in token_ids:
+            state, more = self._step(state, token_id)
+            data.append(more)
+        self._state = state
+        text, self._held = self._text(b"".join(data))
         return text
 
     def finish(self) -> str:
-        text = self._new_text()
-        self._done = len(self._window)
-        return text
+        """What was held back for more to come."""
+        return self.rest().text
 
-    def _new_text(self) -> str:
-        return self._decode(self._window)[len(self._decode(self._window[: self._done])) :]
+    def rest(self) -> Reading:
+        """The same with its bytes, but for those that `read` has told."""
+        data = b""
+        for stream, state in zip(self._pieces.streams, self._state[2], strict=True):
+            state, certain = stream.push(state, data)
+            data = certain + stream.finish(state)
+        return Reading(utf_8_decode(self._held + data, self._pieces.errors, True)[0], data)
 
+    def read(self, token_id: int) -> Reading:
+        """What this token would add."""
+        _, data = self._step(self._state, token_id)
+        return Reading(self._text(self._held + data)[0], data)
 
-class StopChecker:
-    """Ends a text at the stop string that is complete first, wherever the pieces were cut."""
+    def _step(self, state: State, token_id: int) -> tuple[State, bytes]:
+        piece = None if token_id in self._hidden else self._pieces.get(token_id)
+        if piece is None:
+            return state, b""
+        previous, gap, streams = state
+        if previous is None:
+            data = piece.first
+        elif previous == token_id and self._pieces.merges:
+            return state, b""
+        else:
+            data = gap + piece.inside if gap else piece.inside
+        if streams:
+            states = []
+            for stream, before in zip(self._pieces.streams, streams, strict=True):
+                after, data = stream.push(before, data)
+                states.append(after)
+            streams = tuple(states)
+        return (token_id, piece.gap, streams), data
 
-    def __init__(self, stop: tuple[str, ...], include: bool) -> None:
-        """include: the text ends after the stop string, not before it."""
-        self._stop = stop
-        self._include = include
-        self._held = ""  # may be the beginning of a stop string
-        self._stopped: str | None = None
-
-    def push(self, text: str, armed: bool = True) -> tuple[str, str | None]:
-        """What can go out, and the stop string that was met, if one was. armed: one that ends in this text counts."""
-        if self._stopped is not None or not self._stop:
-            return ("", self._stopped) if self._stopped is not None else (text, None)
-        known = len(self._held)
-        text = self._held + text
-        starts = ((text.find(stop, max(0, known + 1 - len(stop))), stop) for stop in self._stop)
-        found = [(at + len(stop), at, stop) for at, stop in starts if at >= 0]
-        if found and armed:
-            end, start, self._stopped = min(found)
-            self._held = ""
-            return text[: end if self._include else start], self._stopped
-        held = max((self._overlap(text, stop) for stop in self._stop), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held], None
-
-    def finish(self) -> str:
-        """What was held back, when nothing comes after it."""
-        held, self._held = self._held, ""
-        return held
-
-    @staticmethod
-    def _overlap(text: str, stop: str) -> int:
-        """Length of the longest end of the text that begins the stop string."""
-        longest = min(len(text), len(stop) - 1)
-        return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
+    def _text(self, data: bytes) -> tuple[str, bytes]:
+        """Complete characters, and the rest."""
+        text, used = utf_8_decode(data, self._pieces.errors, False)
+        return text, data[used:]

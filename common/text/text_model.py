@@ -1,9 +1,9 @@
 """All text of the system: chat templates, tokens to and from text. Both pools speak token ids only."""
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +14,15 @@ from common.model.config import GenerationDefaults, ModelConfig, parse_config
 from common.model.directory import DirectorySource
 from common.model.end_tokens import read_generation
 from common.model.source import ModelSource, TemplateFile, token_text
-from common.text.detokenize import ByteLevelDetokenizer, Detokenizer, StopChecker, WindowDetokenizer
+from common.text.detokenize import Detokenizer
 from common.text.special_tokens import SpecialTokenGuard
 from common.text.template.chat_template import ChatTemplate
-
-__all__ = ["Detokenizer", "StopChecker", "TextModel"]
+from common.text.token_pieces import TokenPieces
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoding makes of bytes that are no UTF-8
 SHRINK = 4  # a normalizer may make a text this many times shorter
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's letters for bytes: printable Latin-1 stands for itself, the other bytes follow from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(0x100 + number): byte for number, byte in enumerate(others)}
-
-
-BYTE_OF = _byte_alphabet()
+BEFORE = 16  # tokens that an answer's first characters may depend on, and more
+LOOK_BACK = 1024  # ids among which to find so many
 
 
 class TextModel:
@@ -56,15 +45,13 @@ class TextModel:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._guard = SpecialTokenGuard(tokenizer_data)
-        decoder = tokenizer_data["decoder"] or {}
-        self._byte_level = decoder.get("type") == "ByteLevel"
-        self._bytes_inside = any(step["type"] == "ByteLevel" for step in decoder.get("decoders", ()))
+        self._pieces = TokenPieces(self._tokenizer, tokenizer_data["decoder"])
         added = self._tokenizer.get_added_tokens_decoder()
-        self._special_ids = {token_id for token_id, token in added.items() if token.special}
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         bos_id = self._tokenizer.token_to_id(self.special_tokens.get("bos_token", ""))
-        self._added_bos = bos_id if self._tokenizer.encode("").ids[:1] == [bos_id] else None
+        self._added = self._tokenizer.encode("").ids  # put before every text
+        self._added_bos = bos_id if self._added[:1] == [bos_id] else None
         self._longest_token = max(map(len, self._tokenizer.get_vocab()))
-        self._bytes: dict[int, bytes] = {}  # token id → bytes, as they come up; no more than the vocabulary
 
     @classmethod
     def load(cls, model: Path | ModelSource, now: Callable[[], datetime] = datetime.now) -> "TextModel":
@@ -107,46 +94,31 @@ class TextModel:
         ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids[1:] if self._added_bos is not None and ids[:2] == [self._added_bos] * 2 else ids
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of these ids, special tokens included."""
+    def decode(self, token_ids: Sequence[int], whole: bool = True) -> str:
+        """The text of these ids, special tokens included. Not whole: without a character that it ends within."""
         detokenizer = self.detokenizer(skip_special_tokens=False)
-        return detokenizer.push(token_ids) + detokenizer.finish()
+        text = detokenizer.push(token_ids)
+        return text + detokenizer.finish() if whole else text
+
+    def num_added(self, token_ids: Sequence[int], text: str) -> int:
+        """How many of a text's tokens the tokenizer has put before it."""
+        added = list(token_ids[: len(self._added)]) == self._added and not text.startswith(self.decode(self._added))
+        return len(self._added) if added else 0
 
     def token(self, token_id: int) -> str | None:
         """A token as the vocabulary writes it; None for an id that the tokenizer doesn't have."""
         return self._tokenizer.id_to_token(token_id)
 
-    def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
-        """For one answer."""
-        if self._byte_level:
-            return ByteLevelDetokenizer(self._visible_bytes if skip_special_tokens else self.token_bytes)
-        return WindowDetokenizer(
-            decode=lambda ids: self._tokenizer.decode(ids, skip_special_tokens=False),
-            is_visible=lambda token_id: self._is_visible(token_id, skip_special_tokens),
-            is_byte=self._is_part if self._bytes_inside else self._is_byte_token,
-        )
+    def detokenizer(self, skip_special_tokens: bool, prompt_ids: Sequence[int] = ()) -> Detokenizer:
+        """For one answer to this prompt: its text is the decoding of both, less what is certain of the prompt's."""
+        hidden = self._special_ids if skip_special_tokens else frozenset[int]()
+        visible = (one for one in islice(reversed(prompt_ids), LOOK_BACK) if one not in hidden)
+        return Detokenizer(self._pieces, hidden, list(islice(visible, BEFORE))[::-1])
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token stands for, alone; none for an id that the tokenizer doesn't have."""
-        known = self._bytes.get(token_id)
-        if known is None:
-            token = self._tokenizer.id_to_token(token_id) or ""
-            known = self._bytes[token_id] = (_letters_bytes if self._byte_level else _piece_bytes)(token)
-        return known
-
-    def _visible_bytes(self, token_id: int) -> bytes:
-        return b"" if token_id in self._special_ids else self.token_bytes(token_id)
-
-    def _is_visible(self, token_id: int, skip_special_tokens: bool) -> bool:
-        known = self._tokenizer.id_to_token(token_id) is not None
-        return known and not (skip_special_tokens and token_id in self._special_ids)
-
-    def _is_byte_token(self, token_id: int) -> bool:
-        return _is_byte(self._tokenizer.id_to_token(token_id))
-
-    def _is_part(self, token_id: int) -> bool:
-        """Whether the token has bytes that are no characters by themselves."""
-        return REPLACEMENT in self._tokenizer.decode([token_id], skip_special_tokens=False)
+        """The bytes a token stands for within a text; none for an id that the tokenizer doesn't have."""
+        piece = self._pieces.get(token_id)
+        return piece.inside if piece else b""
 
     def _check_length(self, text: str, limit: int | None, field: str) -> None:
         if limit is not None and len(text) > SHRINK * self._longest_token * limit:
@@ -167,22 +139,6 @@ def _read_template(
         raise ModelError(f"{file.path}: {error}", field="model") from error
 
 
-def _letters_bytes(token: str) -> bytes:
-    """Of a byte-level token; one with other letters (an added token) stands for itself."""
-    try:
-        return bytes(BYTE_OF[letter] for letter in token)
-    except KeyError:
-        return token.encode()
-
-
-def _is_byte(token: str | None) -> bool:
-    """A SentencePiece-like token of one raw byte."""
-    return token is not None and BYTE_TOKEN.fullmatch(token) is not None
-
-
-def _piece_bytes(token: str) -> bytes:
-    """Of a SentencePiece-like token."""
-    return bytes([int(token[3:5], 16)]) if _is_byte(token) else token.replace("\u2581", " ").encode()
 
 
 def _named_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, ClassVar, Generic
 
-from common.text.detokenize import Detokenizer
 from common.text.text_model import TextModel
 from router.openai.logprobs import LogprobWriter
 from router.openai.replies import (
@@ -25,7 +24,7 @@ from router.pipeline.generation import Delta, Generation, TokenText
 class Choice:
     """One answer as far as it has come."""
 
-    def __init__(self, index: int, detokenizer: Detokenizer, generation: Generation) -> None:
+    def __init__(self, index: int, generation: Generation) -> None:
         self.index = index
         self.generation = generation
         self.echo = generation.request.echo or ""
@@ -34,7 +33,6 @@ class Choice:
         self.tokens: list[TokenText] = []
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
-        self._detokenizer = detokenizer
         self._offset = len(self.echo)
 
     def add(self, delta: Delta) -> None:
@@ -42,10 +40,10 @@ class Choice:
         self.tokens.extend(delta.tokens)
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
-    def next_offset(self, token_id: int) -> int:
+    def next_offset(self, token: TokenText) -> int:
         """Where the text of the next token begins; to be asked once a token, in order."""
         offset = self._offset
-        self._offset += len(self._detokenizer.push([token_id]))
+        self._offset += len(token.readings[0].text)
         return offset
 
 
@@ -71,7 +69,7 @@ class Reply(ABC, Generic[ChoiceType]):
         name = self.PREFIX + generations[0].request.request_id
         self._head: dict[str, Any] = {"id": name, "created": created, "model": model_name}
         self._choices = [
-            Choice(number * request.n + k, text.detokenizer(request.skip_special_tokens), generation)
+            Choice(number * request.n + k, generation)
             for number, generation in enumerate(generations)
             for k in range(request.n)
         ]
@@ -196,5 +194,5 @@ class CompletionReply(Reply[CompletionChoice]):
         if begins and choice.generation.request.echo is not None:
             self._writer.append_echo(logprobs, choice.generation, self._top_count)
         for token in tokens:
-            self._writer.append(logprobs, token.token_id, token.logprobs, choice.next_offset(token.token_id))
+            self._writer.append(logprobs, token.logprobs, token.readings, choice.next_offset(token))
         return logprobs

@@ -65,7 +65,7 @@ class RequestBuilder:
             room = self._room(prompt_ids, field, asked, "max_tokens")
             generation = self._generation(request, prompt_ids, params, asked or min(COMPLETION_MAX_TOKENS, room))
             if request.echo:
-                echo = prompt if isinstance(prompt, str) else self._text.decode(prompt)
+                echo = prompt if isinstance(prompt, str) else self._text.decode(prompt, whole=echo_only)
                 generation = replace(generation, echo=echo, echo_only=echo_only)
             generations.append(generation)
         return generations

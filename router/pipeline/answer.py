@@ -3,7 +3,8 @@
 from common.errors import TokenMismatch
 from common.rpc.convert import finish_reason_from_proto, logprob_from_proto
 from common.rpc.pb import types_pb2
-from common.text.detokenize import StopChecker
+from common.text.detokenize import Reading
+from common.text.stop_strings import StopChecker
 from common.text.text_model import TextModel
 from router.pipeline.generation import Delta, GenerationRequest, TokenText
 
@@ -16,7 +17,7 @@ class Answer:
         self.output_ids: list[int] = []
         self.finished = False
         self._request = request
-        self._detokenizer = text.detokenizer(request.skip_special_tokens)
+        self._detokenizer = text.detokenizer(request.skip_special_tokens, request.prompt_ids)
         self._stops = StopChecker(request.stop, request.include_stop_str_in_output)
 
     def accept(self, token: types_pb2.Token) -> Delta | None:
@@ -33,16 +34,23 @@ class Answer:
         self.output_ids.append(token.token_id)
         reason = finish_reason_from_proto(token)
         silent = reason == "stop" and not self._request.include_stop_str_in_output
-        text, stop = self._check_stops("" if silent else self._detokenizer.push([token.token_id]))
+        logprobs = tuple(map(logprob_from_proto, token.logprobs))
+        readings = [self._detokenizer.read(one.token_id) for one in logprobs]
+        piece = "" if silent else self._detokenizer.push([token.token_id])
+        text, stop = self._check_stops(piece)
+        data = b""
         if stop is None and reason is not None:
-            rest, stop = self._check_stops(self._detokenizer.finish())
-            text += rest + (self._stops.finish() if stop is None else "")
+            rest, data = self._detokenizer.rest()
+            piece += rest
+            more, stop = self._check_stops(rest)
+            text += more + (self._stops.finish() if stop is None else "")
+        if readings:
+            readings[0] = Reading(piece, (b"" if silent else readings[0].data) + data)
         self.finished = stop is not None or reason is not None
-        logprobs = tuple(logprob_from_proto(logprob) for logprob in token.logprobs)
         return Delta(
             index=self.index,
             text=text,
-            tokens=(TokenText(token.token_id, logprobs),),
+            tokens=(TokenText(token.token_id, logprobs, tuple(readings)),),
             finish_reason="stop" if stop is not None else reason,
             stop_reason=stop or (token.stop_token_id if token.HasField("stop_token_id") else None),
         )

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from common.sampling import Logprob, SamplingParams
+from common.text.detokenize import Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +26,11 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenText:
-    """One token of an answer with its text, for logprobs."""
+    """One token of an answer; where log-probabilities are asked for, with what it adds to the text."""
 
     token_id: int
     logprobs: tuple[Logprob, ...] = ()  # the chosen token's, then the top k
+    readings: tuple[Reading, ...] = ()  # of each; the chosen ones' joined are the text, until a stop string cuts it
 
 
 @dataclass(frozen=True, slots=True)

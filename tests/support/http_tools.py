@@ -11,6 +11,7 @@ from aiohttp import web
 
 from common.deadlines import Deadlines
 from common.sampling import Logprob
+from common.text.detokenize import Reading
 from common.text.text_model import TextModel
 from router.app import CONNECTIONS, build_app, build_runner
 from router.metrics import RouterMetrics
@@ -24,9 +25,14 @@ BOTH = [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)]
 PATIENCE_S = 20.0  # of every wait here
 
 
+def reading(token_id: int) -> Reading:
+    return Reading(f"<{token_id}>", f"<{token_id}>".encode())
+
+
 def token(token_id: int = 5, *top: tuple[int, float], logprob: float = -0.5) -> TokenText:
     entries = [(token_id, logprob), *top]
-    return TokenText(token_id, tuple(Logprob(one, value, rank + 1) for rank, (one, value) in enumerate(entries)))
+    logprobs = tuple(Logprob(one, value, rank + 1) for rank, (one, value) in enumerate(entries))
+    return TokenText(token_id, logprobs, tuple(reading(one) for one, _ in entries))
 
 
 def delta(text: str = "x", index: int = 0, **more: Any) -> Delta:
