@@ -46,6 +46,8 @@ class Stripped:
 
     def push(self, state: tuple[int, bytes], data: bytes) -> tuple[tuple[int, bytes], bytes]:
         left, held = state
+        if not left and not self._stop:
+            return state, data
         while left and data.startswith(self._content):
             left, data = left - 1, data[1:]
         if left and data:

@@ -11,34 +11,36 @@ class StopString:
 
     def push(self, text: str, armed: bool) -> int | None:
         """Where in the new text it is first complete, as the index behind it. Not armed: it never is."""
-        stop, met = self.text, self.met
-        size, at = len(stop), 0
-        while at < len(text):
-            if not met:  # let the library search
+        stop, met, borders = self.text, self.met, self._borders
+        if not met and stop[0] not in text:
+            return None
+        at, end, size = 0, len(text), len(stop)
+        while at < end:
+            if text[at] == stop[met]:
+                met += 1
+                at += 1
+                if met < size:
+                    continue
+                if armed:
+                    return at
+            elif not met:
                 at = text.find(stop[0], at)
                 if at < 0:
                     break
-            elif text[at] != stop[met]:
-                met = self._border(met)
                 continue
-            met += 1
-            at += 1
-            if met == size:
-                met = self._border(met)
-                if armed:
-                    self.met = met
-                    return at
+            if met >= len(borders):
+                self._extend(met)
+            met = borders[met]
         self.met = met
         return None
 
-    def _border(self, length: int) -> int:
+    def _extend(self, length: int) -> None:
         borders, stop = self._borders, self.text
         while len(borders) <= length:
             border, char = borders[-1], stop[len(borders) - 1]
             while border and stop[border] != char:
                 border = borders[border]
             borders.append(border + (stop[border] == char))
-        return borders[length]
 
 
 class StopChecker:
