@@ -146,3 +146,26 @@ NOTHING = {
     "environment of a macro": "{% macro m() %}{% endmacro %}{{ m._environment }}",
     "frame of a generator": "{{ (messages | map('length')).gi_frame }}",
 }
+
+NEARLY = "{% set t = 'a' * 100000 %}{% set h = 'b' + 'a' * 50000 %}"
+LONG_HOLDS = {  # one call each
+    "rfind": NEARLY + "{{ t.rfind(h) }}",
+    "rindex": NEARLY + "{{ t.rindex(h) }}",
+    "rsplit": NEARLY + "{{ t.rsplit(h) | length }}",
+    "rpartition": NEARLY + "{{ t.rpartition(h) | length }}",
+    "strip": "{% set t = 'a' * 90000 %}{{ t.strip('b' * 90000 + 'a') | length }}",
+    "trim": "{% set t = 'a' * 90000 %}{{ t | trim('b' * 90000 + 'a') | length }}",
+    "round to the left": "{{ 5 | round(-100000000) }}",
+    "path of attributes": "{% set ns = namespace(x=1) %}{% set ns.x = ns %}"
+    "{{ ([ns] * 5000) | map(attribute='x' + '.x' * 20000) | list | length }}",
+}
+COLLIDING = {
+    "literal integers": "{{ {2305843009213693951: 1, 4611686018427387902: 2} }}",
+    "computed integers": "{{ (2**59 - 1) * 4 }}",
+    "added integers": "{% set x = 2**59 %}{{ x + x }}",
+    "parsed integers": "{{ 'ffffffffffffffffffff' | int(0, 16) }}",
+    "tuples in dict": "{{ dict([((1, 2), 3)]) }}",
+    "tuples in a literal": "{{ {(1, 2): 3} }}",
+    "tuples in unique": "{{ [(1, 2), (2, 1)] | unique | list }}",
+    "tuples of an attribute": "{{ [{'a': (1, 2)}] | unique(attribute='a') | list }}",
+}

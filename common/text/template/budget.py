@@ -16,8 +16,12 @@ from common.errors import KVRelayError
 BASE = 20_000  # units for any conversation: a few milliseconds
 PER_UNIT_OF_INPUT = 64  # times that a template may pass over the conversation
 MOST = 50_000_000  # units, whatever the conversation: some seconds
+AT_ONCE = (
+    2**17
+)  # units that one step may take, beside one pass over the conversation: some 20 ms in which nobody else runs
 CHARS_A_UNIT = 4
-MAX_BITS = 4096  # of an integer
+FLOAT_UNITS = 8  # a float takes long to write
+MAX_BITS = 60  # of an integer: Python's hashes of larger ones can be made to collide
 MAX_DEPTH = 100  # of values in values
 MAX_PADDING = 999  # characters that a formatting width, a precision or an indent may make up
 
@@ -33,10 +37,11 @@ class TooMuchWork(KVRelayError):
 
 
 class _Budget:
-    __slots__ = ("left",)
+    __slots__ = ("at_once", "left")
 
     def __init__(self, left: int) -> None:
         self.left = left
+        self.at_once = left
 
 
 _current: ContextVar[_Budget] = ContextVar("template_budget")
@@ -49,7 +54,8 @@ def budget_for(messages: Any) -> Iterator[None]:
     token = _current.set(budget)
     try:
         charge_deep(messages)
-        budget.left = min(BASE + PER_UNIT_OF_INPUT * (MOST - budget.left), MOST)
+        units = MOST - budget.left
+        budget.left, budget.at_once = min(BASE + PER_UNIT_OF_INPUT * units, MOST), AT_ONCE + units
         yield
     finally:
         _current.reset(token)
@@ -59,7 +65,7 @@ def charge(units: int) -> None:
     """Raises TooMuchWork."""
     budget = _current.get()
     budget.left -= units
-    if budget.left < 0:
+    if budget.left < 0 or units > budget.at_once:
         raise TooMuchWork(ENOUGH)
 
 
@@ -82,7 +88,8 @@ def charge_deep(value: TemplateValue) -> TemplateValue:
         charge_text(len(value))
         return value
     budget = _current.get()
-    left = budget.left
+    before = min(budget.left, budget.at_once)
+    left = before
     outer: list[Iterator[Any]] = [iter((value,))]
     while outer:
         for item in outer[-1]:
@@ -91,6 +98,8 @@ def charge_deep(value: TemplateValue) -> TemplateValue:
                 left -= len(item) // CHARS_A_UNIT
             elif type(item) is range:
                 left -= len(item)
+            elif type(item) is float:
+                left -= FLOAT_UNITS
             elif type(item) not in ATOMS:
                 outer.append(iter(_inside(item)))
                 break
@@ -99,9 +108,42 @@ def charge_deep(value: TemplateValue) -> TemplateValue:
         else:
             outer.pop()
         if left < 0 or len(outer) > MAX_DEPTH:
-            budget.left = min(left, 0)
+            budget.left = 0
             raise TooMuchWork(ENOUGH if left < 0 else f"it nests values more than {MAX_DEPTH} deep")
-    budget.left = left
+    budget.left -= before - left
+    return value
+
+
+def charge_times(value: TemplateValue, times: int) -> TemplateValue:
+    """For work that goes through all of a value so many times."""
+    budget = _current.get()
+    left = budget.left
+    charge_deep(value)
+    charge((times - 1) * (left - budget.left))
+    return value
+
+
+def charge_sorted(value: TemplateValue) -> TemplateValue:
+    """For putting a container's items in order, and looking at all that they hold."""
+    count = len(value) if isinstance(value, Collection) else 1
+    charge(4 * count * count.bit_length())
+    return charge_deep(value)
+
+
+def check_key(key: TemplateValue) -> TemplateValue:
+    """Of a dictionary, or one of values that are to differ: no tuple, since their hashes can be made to collide.
+
+    A dictionary of such keys takes a time that grows with their square; the hashes of texts are random.
+    """
+    if isinstance(key, tuple):
+        raise TooMuchWork("it uses a tuple as a key")
+    return key
+
+
+def check_number(value: TemplateValue) -> TemplateValue:
+    """An integer is to stay small."""
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
+        raise TooMuchWork(f"it makes an integer of more than {MAX_BITS} bits")
     return value
 
 
@@ -160,7 +202,7 @@ def joined(pieces: Iterable[str]) -> str:
 
 def narrow(number: Any, what: str) -> None:
     """Refuses a number of characters that nobody pads to."""
-    if isinstance(number, int) and number > MAX_PADDING:
+    if isinstance(number, int) and abs(number) > MAX_PADDING:
         raise TooMuchWork(f"it asks for {what} of more than {MAX_PADDING}")
 
 

@@ -9,29 +9,32 @@ from typing import Any, cast
 import jinja2
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError
-from jinja2.filters import FILTERS
+from jinja2.filters import FILTERS, make_attrgetter
 from jinja2.tests import TESTS
+from markupsafe import soft_str
 
 from common.text.template.budget import (
     charge,
     charge_deep,
     charge_indents,
     charge_shallow,
+    charge_sorted,
     charge_text,
+    charge_times,
+    check_key,
+    check_number,
     counted,
     held,
     joined,
     narrow,
     step,
 )
+from common.text.template.text_methods import linear
 
 # By what a filter works on: its value as a whole, the value's items, or all that is in them.
 CONSTANT = ("attr", "count", "d", "default", "first", "items", "last", "length", "safe")
 SHALLOW = ("list", "map", "reject", "rejectattr", "reverse", "select", "selectattr")
-DEEP = (
-    *("abs", "capitalize", "dictsort", "e", "escape", "float", "groupby", "int", "lower", "max", "min", "sort"),
-    *("string", "title", "trim", "truncate", "unique", "upper", "wordcount"),
-)
+DEEP = (*("abs", "capitalize", "e", "escape", "float", "lower", "max", "min", "string", "truncate", "upper"),)
 CONSTANT_TESTS = (
     *("boolean", "callable", "defined", "divisibleby", "even", "false", "filter", "float", "integer", "iterable"),
     *("mapping", "none", "number", "odd", "sameas", "sequence", "string", "test", "true", "undefined"),
@@ -52,7 +55,11 @@ METHODS: dict[type, frozenset[str]] = {
 }
 MAX_INDENT = 16  # characters a level
 WIDE = re.compile(r"\d{4}|\*")  # in a format: a number above MAX_PADDING, or one that comes with the values
+SORTED = ("dictsort", "groupby", "sort")
+WORDS = ("title", "wordcount")  # what takes a text apart costs several times a pass
+WORD_PASSES, SORT_PASSES = 4, 16
 TURN, WEIGHED, SPREAD, CONCATENATED = "one turn", "all of a value", "items of a value", "a concatenation"
+KEY = "a key"
 
 
 def call_method(method: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -70,7 +77,7 @@ def call_method(method: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
     charge_deep((args, kwargs))
     if name == "replace" and len(args) >= 2:
         _charge_replace(owner, *args[:2])
-    return method(*args, **kwargs)
+    return linear(method)(*args, **kwargs) if kind is str else method(*args, **kwargs)
 
 
 def _pieces(values: Any, separator: str) -> list[Any]:
@@ -105,6 +112,8 @@ def _tojson(
             f"a chat template must not ask for JSON with more than {MAX_INDENT} characters between items"
         )
     charge_indents(value, size)
+    if sort_keys:
+        charge_times(value, SORT_PASSES)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -132,6 +141,24 @@ def _sum(environment: jinja2.Environment, iterable: Any, attribute: str | int | 
     return FILTERS["sum"](environment, iterable, attribute, start)
 
 
+@jinja2.pass_environment
+def _unique(
+    environment: jinja2.Environment, value: Any, case_sensitive: bool = False, attribute: str | int | None = None
+) -> Any:
+    key = make_attrgetter(environment, attribute)
+    for item in value:
+        check_key(key(item))
+    return FILTERS["unique"](environment, value, case_sensitive, attribute)
+
+
+def _trim(value: str, chars: str | None = None) -> str:
+    return cast(str, linear(soft_str(value).strip)(chars))
+
+
+def _int(value: Any, default: int = 0, base: int = 10) -> int:
+    return check_number(cast(int, FILTERS["int"](value, default, base)))
+
+
 def _round(value: float, precision: int = 0, method: Any = "common") -> float:
     narrow(precision, "a precision")
     return cast(float, FILTERS["round"](value, precision, method))
@@ -144,7 +171,7 @@ def _format(value: str, *args: Any, **kwargs: Any) -> str:
 
 def _charged(function: Any, charge_value: Callable[[Any], Any]) -> Callable[..., Any]:
     """A filter or test that charges for what it is given and, where it is a text, for what it gives."""
-    take = held if charge_value is charge_deep else counted  # what looks into items needs them all
+    take = counted if charge_value in (charge_shallow, step) else held  # what looks into items needs them all
     skipped = 1 if hasattr(function, "jinja_pass_arg") else 0  # context or environment comes first
 
     @wraps(function)
@@ -166,12 +193,15 @@ def _charged(function: Any, charge_value: Callable[[Any], Any]) -> Callable[...,
 def filters() -> dict[str, Callable[..., Any]]:
     """By name. Those that templates can't name, for their spaces, are called by what the sandbox adds to templates."""
     own = {"format": _format, "indent": _indent, "join": _join_filter, "replace": _replace, "round": _round}
-    own |= {"sum": _sum, "tojson": _tojson}
+    own |= {"sum": _sum, "tojson": _tojson, "trim": _trim, "int": _int, "unique": _unique}
     known = {name: _charged(FILTERS[name], step) for name in CONSTANT}
     known |= {name: _charged(FILTERS[name], charge_shallow) for name in SHALLOW}
     known |= {name: _charged(FILTERS[name], charge_deep) for name in DEEP}
+    known |= {name: _charged(FILTERS[name], charge_sorted) for name in SORTED}
+    known |= {name: _charged(FILTERS[name], lambda value: charge_times(value, WORD_PASSES)) for name in WORDS}
     known |= {name: _charged(function, charge_deep) for name, function in own.items()}
     return known | {
+        KEY: lambda value: check_key(charge_deep(value)),
         TURN: step,
         WEIGHED: lambda value: counted(charge_deep(value)),
         SPREAD: lambda value: counted(charge_shallow(value)),

@@ -18,10 +18,33 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from common.text.template.budget import charge, charge_deep, charge_product, charge_shallow, charge_text, held, joined
-from common.text.template.calls import CONCATENATED, SPREAD, TURN, WEIGHED, call_method, check_format, filters, tests
+from common.text.template.budget import (
+    MAX_BITS,
+    PLAIN,
+    charge,
+    charge_deep,
+    charge_product,
+    charge_shallow,
+    charge_text,
+    check_key,
+    check_number,
+    held,
+    joined,
+)
+from common.text.template.calls import (
+    CONCATENATED,
+    KEY,
+    SPREAD,
+    TURN,
+    WEIGHED,
+    call_method,
+    check_format,
+    filters,
+    tests,
+)
 
 MAX_TIME_FORMAT = 256  # characters
+ODD_ITEM = 16  # units: of other objects it is tried first as an item, then as an attribute
 JINJAS_OWN = ("_loop_vars", "_block_vars")  # arguments that its compiler adds to calls
 Calling = TypeVar("Calling", nodes.Call, nodes.Filter, nodes.Test)
 
@@ -67,7 +90,12 @@ class _Charging(NodeTransformer):
 
     def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
         self.generic_visit(node)
-        node.key = _weighed(node.key)
+        node.key = node.key if isinstance(node.key, nodes.Const) else _through(KEY, node.key)
+        return node
+
+    def visit_Const(self, node: nodes.Const) -> nodes.Node:
+        if isinstance(node.value, int) and node.value.bit_length() > MAX_BITS:
+            raise jinja2.TemplateSyntaxError(f"an integer has more than {MAX_BITS} bits", node.lineno)
         return node
 
     def visit_Call(self, node: nodes.Call) -> nodes.Node:
@@ -134,6 +162,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             charge_deep(args)
         elif id(__obj) in __self._functions:
             args = charge_deep(tuple(map(held, args)))
+            if __obj is dict:
+                _check_pairs(args)
         elif not isinstance(__obj, Macro | LoopContext | BlockReference | Undefined | _Format):
             raise SecurityError(f"a chat template must not call {type(__obj).__name__} objects")
         return super().call(__context, __obj, *args, **kwargs)
@@ -149,7 +179,12 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             charge_shallow(left)
             charge_shallow(right)
         result = super().call_binop(context, operator, left, right)
-        return charge_shallow(result) if isinstance(result, str) else result
+        return charge_shallow(result) if isinstance(result, str) else check_number(result)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """An item, or one of a path of attributes, which filters follow for each of their values."""
+        charge(1 if type(obj) in PLAIN else ODD_ITEM)
+        return super().getitem(obj, argument)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """The sandbox's own, with narrow fields only."""
@@ -186,6 +221,14 @@ class _Format:
 def _finalize(_: Context, value: Any) -> Any:
     """Before a value is written out as text; `joined` counts texts."""
     return value if isinstance(value, str) else charge_deep(value)
+
+
+def _check_pairs(args: tuple[Any, ...]) -> None:
+    """What a dictionary is made of."""
+    for pair in args[0] if args and not isinstance(args[0], dict) else ():
+        if not isinstance(pair, tuple | list):
+            raise SecurityError("a chat template must make a dictionary of pairs")
+        check_key(pair[0] if pair else None)
 
 
 def _raise_exception(message: str) -> NoReturn:

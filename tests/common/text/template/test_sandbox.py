@@ -141,7 +141,7 @@ USES = (
     "{% set b %}{{ x }}{{ m.content }}{% endset %}{{ b | trim }}",
     "{{ x in m.content }}{{ 'role' in m }}{{ 1 < 2 < 3 }}",
     "{{ m.content | safe }}{{ (m.content | e).strip() }}",
-    "{{ {x: 1}[x] }}{{ {(1, 2): 3} }}",
+    "{{ {x: 1}[x] }}{{ {1: 3, 1.5: 4} }}",
     "{{ 3.7 | round | int }}",
     "{% block b %}{{ x }}{% endblock %}{{ self.b() }}",
     "{{ messages | groupby('role') | first | first }}",
