@@ -21,27 +21,29 @@ from common.errors import InvalidRequest
 
 PRIVATE_USE = range(0x10FFFD, 0xF0000, -1)  # planes 16 and 15: no script, no whitespace, in no vocabulary
 ESCAPED = re.compile(r"\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}")  # how JSON writes those in ASCII
+CHUNK = 2**15  # characters that are looked through before others may run
 STRUCTURE = ("role", "type")  # checked words that templates compare with; never changed
 
 
-def _strings(value: Any) -> Iterator[str]:
+def strings(value: Any) -> Iterator[str]:
+    """All texts in a value of JSON but for names."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _strings(item)
+            yield from strings(item)
     elif isinstance(value, list):
         for item in value:
-            yield from _strings(item)
+            yield from strings(item)
 
 
-def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
+def _mapstrings(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: item if key in STRUCTURE else _map_strings(item, change) for key, item in value.items()}
+        return {key: item if key in STRUCTURE else _mapstrings(item, change) for key, item in value.items()}
     if isinstance(value, list):
-        return [_map_strings(item, change) for item in value]
+        return [_mapstrings(item, change) for item in value]
     return value
 
 
@@ -65,6 +67,31 @@ def _branches(node: Mapping[str, Any]) -> str:
     return branches[0] if len(branches) == 1 else f"(?:{'|'.join(branches)})"
 
 
+def _matches(pattern: re.Pattern[str], text: str, longest: int) -> Iterator[re.Match[str]]:
+    """As finditer, for a pattern that looks no further than a match is long."""
+    at = 0
+    while at < len(text):
+        end = at + CHUNK
+        match = pattern.search(text, at, end + longest)
+        if match is None or match.start() >= end:
+            at = end
+        else:
+            yield match
+            at = match.end()
+
+
+def _replaced(pattern: re.Pattern[str], text: str, longest: int, write: Callable[[str], str]) -> str:
+    pieces, at = [], 0
+    for match in _matches(pattern, text, longest):
+        pieces += [text[at : match.start()], write(match[0])]
+        at = match.end()
+    return "".join((*pieces, text[at:])) if pieces else text
+
+
+def _chunks(text: str) -> Iterator[str]:
+    return (text[at : at + CHUNK] for at in range(0, len(text), CHUNK))
+
+
 @dataclass(frozen=True, slots=True)
 class StandIns:
     """The characters that stand for others in one request's messages."""
@@ -74,7 +101,9 @@ class StandIns:
     def restore(self, text: str) -> str:
         """A rendered text with the messages' own characters."""
         own = {stand_in: char for char, stand_in in self.of.items()}
-        text = text.translate({ord(stand_in): char for stand_in, char in own.items()})
+        found = {ord(stand_in): char for stand_in, char in own.items() if stand_in in text}
+        if found:
+            text = "".join(chunk.translate(found) for chunk in _chunks(text))
         if "\\ud" in text:  # a template may write JSON in ASCII
             for stand_in, char in own.items():
                 text = text.replace(json.dumps(stand_in)[1:-1], json.dumps(char)[1:-1])
@@ -97,28 +126,34 @@ class SpecialTokenGuard:
         self._special = re.compile(_any_of(special))
         self._chars = sorted(set().union(*special))
         self._longest = max(map(len, special), default=0)
+        self._longest_added = max(map(len, added), default=0)
         self._heads = {text[:end] for text in special for end in range(1, len(text))}
         self._tails = {text[start:] for text in special for start in range(1, len(text))}
         self._middles = {text[:end] for text in self._tails for end in range(1, len(text))}
 
     def protect(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], StandIns]:
         """Copies of the messages with stand-ins."""
-        texts = list(_strings(list(messages)))
-        used = set().union(*texts, *(json.loads(f'["{pair}"]') for text in texts for pair in ESCAPED.findall(text)))
+        used: set[str] = set()
+        for text in strings(list(messages)):
+            if not text.isascii():
+                for chunk in _chunks(text):
+                    used.update(chunk)
+            if "\\ud" in text:
+                used.update(*(json.loads(f'["{pair[0]}"]') for pair in ESCAPED.finditer(text)))
         unused = (chr(code) for code in PRIVATE_USE if chr(code) not in used)
         of = dict(zip(self._chars, unused, strict=False))
         if len(of) < len(self._chars):
             raise InvalidRequest("messages use every private-use character of Unicode", field="messages")
-        return [_map_strings(message, lambda text: self._protected(text, of)) for message in messages], StandIns(of)
+        return [_mapstrings(message, lambda text: self._protected(text, of)) for message in messages], StandIns(of)
 
     def encode(self, rendered: str, stand_ins: StandIns) -> list[int]:
         """Token ids of a text that was rendered from protected messages."""
-        named = self._added.sub(lambda match: self._private.get(match[0], match[0]), rendered)
+        named = _replaced(self._added, rendered, self._longest_added, lambda token: self._private.get(token, token))
         return self._twin.encode_batch_fast([stand_ins.restore(named)], add_special_tokens=False)[0].ids
 
     def _protected(self, text: str, of: Mapping[str, str]) -> str:
-        while self._special.search(text):  # again, since tokens may overlap
-            text = self._special.sub(lambda match: _broken(match[0], of), text)
+        while any(_matches(self._special, text, self._longest)):  # again, since tokens may overlap
+            text = _replaced(self._special, text, self._longest, lambda token: _broken(token, of))
         while (piece := self._piece_at_an_end(text)) is not None:
             start, end = piece
             text = text[:start] + _broken(text[start:end], of) + text[end:]

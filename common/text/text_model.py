@@ -15,13 +15,14 @@ from common.model.directory import DirectorySource
 from common.model.end_tokens import read_generation
 from common.model.source import ModelSource, TemplateFile, token_text
 from common.text.detokenize import Detokenizer
-from common.text.special_tokens import SpecialTokenGuard
+from common.text.special_tokens import SpecialTokenGuard, strings
 from common.text.template.chat_template import ChatTemplate
 from common.text.token_pieces import TokenPieces
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 SHRINK = 4  # a normalizer may make a text this many times shorter
 BEFORE = 16  # tokens that an answer's first characters may depend on, and more
+CHUNK = 2**14  # tokens that are decoded before others may run
 LOOK_BACK = 1024  # ids among which to find so many
 
 
@@ -83,22 +84,26 @@ class TextModel:
 
         limit: a text that is certainly longer, in tokens, is refused before it is encoded.
         """
+        if limit is not None and len(messages) > limit:
+            reason = f"this model's maximum context length is {limit} tokens; messages has {len(messages)} entries"
+            raise ContextLengthExceeded(reason, field="messages")
+        self._check_chars(sum(map(len, strings(list(messages)))), limit, "messages")
         protected, stand_ins = self._guard.protect(messages)
         text = self.render_chat(protected, add_generation_prompt)
-        self._check_length(text, limit, "messages")
+        self._check_chars(len(text), limit, "messages")
         return self._guard.encode(text, stand_ins)
 
     def encode(self, text: str, limit: int | None = None, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt that the client has put together; special tokens in it count, a BOS once."""
-        self._check_length(text, limit, "prompt")
+        self._check_chars(len(text), limit, "prompt")
         ids = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids[1:] if self._added_bos is not None and ids[:2] == [self._added_bos] * 2 else ids
 
     def decode(self, token_ids: Sequence[int], whole: bool = True) -> str:
         """The text of these ids, special tokens included. Not whole: without a character that it ends within."""
         detokenizer = self.detokenizer(skip_special_tokens=False)
-        text = detokenizer.push(token_ids)
-        return text + detokenizer.finish() if whole else text
+        texts = [detokenizer.push(token_ids[at : at + CHUNK]) for at in range(0, len(token_ids), CHUNK)]
+        return "".join((*texts, detokenizer.finish() if whole else ""))
 
     def num_added(self, token_ids: Sequence[int], text: str) -> int:
         """How many of a text's tokens the tokenizer has put before it."""
@@ -120,10 +125,10 @@ class TextModel:
         piece = self._pieces.get(token_id)
         return piece.inside if piece else b""
 
-    def _check_length(self, text: str, limit: int | None, field: str) -> None:
-        if limit is not None and len(text) > SHRINK * self._longest_token * limit:
+    def _check_chars(self, count: int, limit: int | None, field: str) -> None:
+        if limit is not None and count > SHRINK * self._longest_token * limit:
             raise ContextLengthExceeded(
-                f"this model's maximum context length is {limit} tokens; {field} has {len(text)} characters, too many",
+                f"this model's maximum context length is {limit} tokens; {field} has {count} characters, too many",
                 field=field,
             )
 

@@ -10,8 +10,9 @@ from common.text.text_model import TextModel
 from router.openai.requests import Message, TokenId
 from router.openai.strict_json import Wire
 
-MAX_CHARS = 4 * 2**20  # of a text that is asked about; a tokenizer takes some hundred bytes for each
-MAX_TOKENS = 2**20
+MAX_CHARS = 2**20  # of a text that is asked about; a tokenizer takes some hundred bytes for each
+MAX_TOKENS = 2**18
+MAX_MESSAGES = 2**14
 
 
 class TokenizeRequest(Wire):
@@ -19,7 +20,7 @@ class TokenizeRequest(Wire):
 
     model: str | None = None
     prompt: Annotated[str, Field(max_length=MAX_CHARS)] | None = None
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None  # default: of a prompt, not of messages, whose template has them
     add_generation_prompt: bool = True
     return_token_strs: bool = False
