@@ -19,9 +19,9 @@ from common.rpc.channel import OpenChannel, open_channel
 from router.fleet.hashed_tokens import HashedTokens
 from router.fleet.policy import Candidate, goes_unsplit, pick_decode, pick_prefill
 from router.fleet.prefix_index import Expectation, PrefixIndex
+from router.fleet.room import Room
 from router.fleet.worker_client import WorkerClient
 from router.metrics import RouterMetrics
-from router.pipeline.gate import Room
 
 log = get_logger("workers")
 

@@ -16,6 +16,7 @@ from math import ceil
 from common.block_hash import BLOCK_SIZE
 from common.deadlines import Deadlines
 from common.errors import NoWorker, Overloaded
+from router.fleet.room import Room
 from router.pipeline.generation import GenerationRequest
 
 AHEAD = 1.0  # times the decode pool's room is given out; more would wait for a place after its first token
@@ -24,23 +25,6 @@ LEARNING = 0.05  # weight of the newest answer's length, and of its time
 WINDOW = 32  # ends that the rate is taken from
 STATUS = 0.9  # of keepalive_s: by then a streamed request is refused if its refusal is to be a status
 MAX_QUEUED = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """Places for sequences, and blocks for their KV: what there is, or what a request takes."""
-
-    seats: float = 0
-    blocks: float = 0
-
-    def __add__(self, other: "Room") -> "Room":
-        return Room(self.seats + other.seats, self.blocks + other.blocks)
-
-    def __sub__(self, other: "Room") -> "Room":
-        return Room(self.seats - other.seats, self.blocks - other.blocks)
-
-    def within(self, room: "Room", factor: float) -> bool:
-        return self.seats <= factor * room.seats and self.blocks <= factor * room.blocks
 
 
 @dataclass(eq=False, slots=True)

@@ -16,7 +16,7 @@ import pytest_asyncio
 from common.rpc.pb import prefill_pb2
 from common.sampling import SamplingParams
 from kvtransfer.lease import ROUTER
-from router.pipeline.gate import Room
+from router.fleet.room import Room
 from router.pipeline.generation import Generation, GenerationRequest
 from router.pipeline.pipeline import Pipeline
 from tests.support.checkpoints import make_random_checkpoint

@@ -17,7 +17,7 @@ import pytest_asyncio
 from common.block_hash import BLOCK_SIZE
 from common.sampling import SamplingParams
 from kvtransfer.claim import Claim, PullStats
-from router.pipeline.gate import Room
+from router.fleet.room import Room
 from tests.support.checkpoints import make_random_checkpoint
 from tests.support.in_process_cluster import LocalCluster, local_cluster
 from tests.support.interruptions import cut_before

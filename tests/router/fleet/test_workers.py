@@ -24,9 +24,9 @@ from common.text.text_model import TextModel
 from router.__main__ import stranger
 from router.fleet.hashed_tokens import HashedTokens
 from router.fleet.prefix_index import PrefixIndex
+from router.fleet.room import Room
 from router.fleet.workers import Workers
 from router.metrics import RouterMetrics
-from router.pipeline.gate import Room
 from tests.support.fake_cluster import PROMPT, QUICK, FakeCluster, fake_cluster
 from tests.support.fake_turns import Turn, Words, accepting, honest
 from tests.support.fake_workers import FakeWorker

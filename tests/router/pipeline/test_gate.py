@@ -13,7 +13,8 @@ from common.deadlines import Deadlines
 from common.errors import NoWorker, Overloaded
 from common.sampling import SamplingParams
 from common.tasks import end
-from router.pipeline.gate import FIRST_GUESS, Gate, Room
+from router.fleet.room import Room
+from router.pipeline.gate import FIRST_GUESS, Gate
 from router.pipeline.generation import GenerationRequest
 
 QUICK = Deadlines(heartbeat_s=0.01, router_queue_s=60.0)
