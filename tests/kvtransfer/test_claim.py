@@ -266,7 +266,7 @@ async def test_renewals_that_fail_for_a_lease_make_the_claim_void_even_if_the_ho
         for renewals in (2, 3, 4):  # a whole lease of successes before the first failure
             turn.release()
             await until(lambda count=renewals: holder.service.calls["Renew"] == count)
-            await asyncio.sleep(0.02)
+            await until(lambda: claim._renewed_at == clock())  # the answer is here, too
         holder.service.hanging.add("Renew")
         for failures in (1, 2):
             turn.release()

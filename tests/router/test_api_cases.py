@@ -16,7 +16,7 @@ from tests.support.http_over import NAME, Over, Streamed, http_over
 from tests.support.in_process_cluster import LocalCluster, local_cluster
 from tests.support.redis_process import RedisServer
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 CONTEXT, VOCAB = 256, 288
 EOS = 2
@@ -383,7 +383,7 @@ class TestLeaving:
         others = [asyncio.create_task(http.ask(path, body(max_tokens=150))) for _ in range(24)]
         await until(lambda: cluster.decode[0]._attempts)
         queued = asyncio.create_task(http.ask(path, body(max_tokens=150, stream=stream)))
-        await asyncio.sleep(0.02)
+        await until(lambda: cluster.pipeline._running == len(others) + 1)
         queued.cancel()
         await until(lambda: http.counted(path, 499) == gone + 1)
         statuses = [status for status, _ in await asyncio.gather(*others)]

@@ -244,10 +244,9 @@ async def test_health_follows_the_heartbeats() -> None:
     async with a_pair() as pair:
         assert pair.client.healthy
         pair.fake.flowing.clear()
-        await asyncio.sleep(2 * pair.client._deadlines.heartbeat_s)
         pair.clock.skipped_s += QUICK.suspect_s
+        await eventually(lambda: not pair.client.healthy)  # a heartbeat may be on its way
         assert pair.client.connected
-        assert not pair.client.healthy
         pair.fake.flowing.set()
         await eventually(lambda: pair.client.healthy)
         assert pair.fake.num_streams == 1
