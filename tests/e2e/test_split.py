@@ -113,6 +113,8 @@ async def test_preemption_changes_no_token(
     cluster: LocalCluster, recompute: Recompute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More sequences than the decode pool can hold, as several routers may send: some are computed again."""
+    if cluster.local[0].worker.built.layout.dtype != "float32":
+        pytest.skip("half precision is in the other tests; this one takes long")
     monkeypatch.setattr("router.pipeline.gate.AHEAD", 100.0)
     long = SamplingParams(max_tokens=120, temperature=0, ignore_eos=True)
     prompts = [prompt(100, seed) for seed in range(12)]

@@ -16,6 +16,8 @@ from tests.faults.run import Outcome
 REPEATS = int(os.environ.get("KVRELAY_FAULTS", "0"))  # of the whole matrix; 0: the quick part of it, once
 LINES = Path(os.environ.get("KVRELAY_FAULTS_REPORT", "build/faults.jsonl"))
 
+whole_matrix = pytest.mark.skipif(not REPEATS, reason="make faults: a cheaper layer has a test for each change")
+
 
 def selected(everything: Sequence[Case], quick: Sequence[Case]) -> list[Any]:
     """(case, turn) to parametrize a test with."""

@@ -15,6 +15,7 @@ from tests.faults.client import BROKEN, Answer, Asked
 from tests.faults.cluster import FaultCluster
 from tests.faults.processes import DEADLINES, WORKERS
 from tests.faults.proxy import BLACKHOLE, Traffic
+from tests.faults.report import whole_matrix
 from tests.faults.tools import Disturbed, eventually, met, undisturbed
 from tests.support.process_tools import linux
 
@@ -48,7 +49,7 @@ async def have_survived(cluster: FaultCluster, asked: list[Asked]) -> list[int]:
     return [one.report["attempts"] for one in asked]
 
 
-@pytest.mark.parametrize("way", ["up", "down"])
+@pytest.mark.parametrize("way", [pytest.param("up", marks=whole_matrix), "down"])
 async def test_a_reader_that_wakes_after_its_lease_answers_with_nobody_elses_kv(
     cluster: FaultCluster, way: str
 ) -> None:
@@ -94,6 +95,7 @@ async def test_a_reader_that_wakes_after_its_lease_answers_with_nobody_elses_kv(
     await cluster.quiet()
 
 
+@whole_matrix
 async def test_a_frozen_routers_sequences_end_and_its_clients_get_the_same_tokens_when_it_wakes(
     cluster: FaultCluster,
 ) -> None:
@@ -107,6 +109,7 @@ async def test_a_frozen_routers_sequences_end_and_its_clients_get_the_same_token
     assert asked.report["attempts"] > 1
 
 
+@whole_matrix
 async def test_a_killed_routers_sequences_end_and_its_clients_hear_of_it_at_once(cluster: FaultCluster) -> None:
     asked = cluster.ask(LONG_STREAM)
     await asked.reached(30)
@@ -117,7 +120,7 @@ async def test_a_killed_routers_sequences_end_and_its_clients_hear_of_it_at_once
     assert await answers(cluster, STREAM) == await references(cluster, STREAM)
 
 
-@pytest.mark.parametrize("worker", ["prefill-0", "decode-0"])
+@pytest.mark.parametrize("worker", ["prefill-0", pytest.param("decode-0", marks=whole_matrix)])
 async def test_a_worker_comes_back_as_another_one(cluster: FaultCluster, worker: str) -> None:
     """With a new epoch; handles of the old one are refused, and nothing in Redis tells of it any more."""
     wanted = await references(cluster, STREAM)
@@ -142,7 +145,10 @@ async def test_a_worker_comes_back_as_another_one(cluster: FaultCluster, worker:
                 await HolderClient(channel, address, DEADLINES).renew(bytes(16), old, 1)
 
 
-@pytest.mark.parametrize("what", ["killed", "frozen", "flushed", "replaced"])
+@pytest.mark.parametrize(
+    "what",
+    [pytest.param("killed", marks=whole_matrix), "frozen", pytest.param("flushed", marks=whole_matrix), "replaced"],
+)
 async def test_requests_run_on_whatever_becomes_of_redis(cluster: FaultCluster, what: str) -> None:
     """And when it is back, empty, all workers are in it again."""
     await undisturbed(lambda: _run_while_redis_is(cluster, what))
@@ -175,6 +181,7 @@ async def _run_while_redis_is(cluster: FaultCluster, what: str) -> None:
     assert await cluster.metric("router", "workers", state="ready") == len(WORKERS)
 
 
+@whole_matrix
 async def test_without_prefill_workers_decode_workers_compute_prompts(cluster: FaultCluster) -> None:
     """Also of the request that was at one of them."""
     wanted = await references(cluster, STREAM)
@@ -209,7 +216,7 @@ async def test_without_decode_workers_streams_wait_and_go_on_and_a_new_one_gets_
     assert await cluster.ask(STREAM).answer() == await cluster.reference(STREAM)
 
 
-@pytest.mark.parametrize("holders", [("prefill-0",), PREFILL])
+@pytest.mark.parametrize("holders", [("prefill-0",), pytest.param(PREFILL, marks=whole_matrix)])
 async def test_a_holder_that_readers_cannot_reach_is_done_without(
     cluster: FaultCluster, holders: tuple[str, ...]
 ) -> None:
@@ -223,6 +230,7 @@ async def test_a_holder_that_readers_cannot_reach_is_done_without(
     assert await cluster.metric("router", "workers", state="ready") == len(WORKERS)
 
 
+@whole_matrix
 async def test_a_stream_that_is_cut_again_and_again_loses_nothing(cluster: FaultCluster) -> None:
     """And none of the processes keeps a file open for it."""
     wanted = await references(cluster, STREAM)

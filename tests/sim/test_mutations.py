@@ -157,23 +157,30 @@ def a_finish_is_believed_twice(patch: Patch) -> None:
     patch.setattr(Answer, "accept", endless)
 
 
+# Each with a schedule in which it shows today; where the simulator has changed since, it shows in another.
 MISTAKES: list[tuple[Callable[[Patch], None], int]] = [
-    (ended_leases_count_as_held, 1000),
-    (attempts_are_not_told_apart, 3000),
-    (duplicates_are_not_compared, 1000),
-    (a_cancelled_copy_is_not_waited_for, 1000),
-    (an_empty_redis_removes_workers, 1000),
-    (aborting_a_fork_aborts_the_others, 1000),
-    (cancelled_waiters_stay_in_the_queue, 1000),
-    (forks_write_to_shared_blocks, 1000),
-    (a_broken_stream_leaves_its_attempts, 1000),
-    (handles_are_left_to_expire, 1000),
-    (a_finish_is_believed_twice, 1000),
+    (ended_leases_count_as_held, 9),
+    (attempts_are_not_told_apart, 472),
+    (duplicates_are_not_compared, 3),
+    (a_cancelled_copy_is_not_waited_for, 9),
+    (an_empty_redis_removes_workers, 46),
+    (aborting_a_fork_aborts_the_others, 26),
+    (cancelled_waiters_stay_in_the_queue, 15),
+    (forks_write_to_shared_blocks, 5),
+    (a_broken_stream_leaves_its_attempts, 72),
+    (handles_are_left_to_expire, 102),
+    (a_finish_is_believed_twice, 237),
 ]
+SCHEDULES = 3000  # in so many a mistake has to show
 
 
-@pytest.mark.parametrize(("mistake", "schedules"), MISTAKES, ids=lambda value: getattr(value, "__name__", ""))
-def test_an_old_mistake_is_found(mistake, schedules, monkeypatch):
+@pytest.mark.parametrize(("mistake", "hint"), MISTAKES, ids=lambda value: getattr(value, "__name__", ""))
+def test_an_old_mistake_is_found(mistake, hint, monkeypatch):
     mistake(monkeypatch)
-    found = next((result for seed in range(schedules) if (result := run_seed(seed)).violation), None)
-    assert found is not None, f"not in {schedules} schedules"
+    seeds = (hint, *range(SCHEDULES))
+    assert any(run_seed(seed).violation for seed in seeds), f"not in {SCHEDULES} schedules"
+
+
+@pytest.mark.parametrize("hint", [hint for _, hint in MISTAKES])
+def test_without_a_mistake_the_same_schedule_breaks_nothing(hint):
+    assert run_seed(hint).violation is None

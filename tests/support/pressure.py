@@ -15,7 +15,7 @@ from bench.soak.whole_answers import SoakAnswer, SoakClient
 from cluster.local_cluster import Cluster
 
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
-LONG = Template("long", False, {"prompt": "A long answer. ", "max_tokens": 1500, "temperature": 0, "ignore_eos": True})
+LONG = Template("long", False, {"prompt": "A long answer. ", "max_tokens": 600, "temperature": 0, "ignore_eos": True})
 START_S = 60.0
 LARGE: dict[str, Any] = {  # more than the kernel's buffers take
     "messages": [{"role": "user", "content": "Much."}],

@@ -77,7 +77,7 @@ def test_whatever_is_off_is_named(seen, off):
 async def test_a_whole_soak_with_faults(tmp_path, capsys):
     model = make_random_checkpoint(tmp_path / "tiny")
     options = SoakOptions(
-        model=str(model), prefill=1, decode=2, seconds=6.0, faults=True, fault_every=1.0, templates=10, concurrency=6,
+        model=str(model), prefill=1, decode=2, seconds=4.0, faults=True, fault_every=1.0, templates=10, concurrency=6,
         kv_cache_memory=Bytes(4 * 2**20), deadline_scale=0.4,
     )  # fmt: skip
     status = await soak.measure(options)
