@@ -4,7 +4,7 @@
 TORCH ?= torch==2.13.0
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
-CORES ?= -n auto --maxprocesses 4 --dist loadfile
+CORES ?= -n auto --maxprocesses 4 --dist loadgroup
 SCHEDULES ?= 1000000
 SECONDS_ ?= 1800
 SOAK_FLAGS ?=
@@ -15,13 +15,16 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 pip := .venv/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_FLAGS)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test faults soak sim lint proto setup setup-dev clean distclean
+.PHONY: help demo test check faults soak sim lint proto setup setup-dev clean distclean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1: /p' Makefile
 
 demo: .venv/run.stamp ## one chat through a whole cluster, and where its time went
 	.venv/bin/kvrelay demo
+
+check: lint ## lint, types and the fast tests (what is fast: tests/conftest.py)
+	.venv/bin/python -m pytest $(CORES) -m "not slow" $(PYTEST_FLAGS)
 
 test: .venv/dev.stamp ## all tests
 	.venv/bin/kvrelay model fetch

@@ -17,6 +17,8 @@ from common.deadlines import Deadlines
 from common.errors import InvalidRequest, KVRelayError, Timeout, Unavailable
 from tests.support.fake_router import DONE, FakeRouter, event, running_router
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 async def router():

@@ -23,6 +23,8 @@ from common.worker.config import WorkerConfig
 from router.config import RequestLimits, RouterConfig
 from tests.support.process_tools import wait_until_ended
 
+pytestmark = pytest.mark.slow
+
 FAKE_ROLE = """
 import json, os, signal, sys, time
 name, journal, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])

@@ -14,6 +14,8 @@ from cluster.local_cluster import Cluster
 from common.errors import StartupError, Unavailable
 from tests.support.process_tools import is_running, wait_until_ended
 
+pytestmark = pytest.mark.slow
+
 FAKE_ROLE = """
 import json, os, signal, sys, time
 name, options = sys.argv[1], json.loads(sys.argv[2])

@@ -16,6 +16,8 @@ from tests.support.paths import ROOT
 from tests.support.process_tools import is_running, linux, wait_until_ended
 from tests.support.redis_process import RedisServer
 
+pytestmark = pytest.mark.slow
+
 STARTS_A_SERVER = """
 import time
 from tests.support.redis_process import RedisServer

@@ -72,7 +72,7 @@ def test_a_changed_token_changes_its_block_and_all_after_it(token_ids, data):
 
 
 @given(st.tuples(PART, PART, PART), st.tuples(PART, PART, PART))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_roots_are_equal_only_for_equal_parts(parts, others):
     assert (root_hash(*parts) == root_hash(*others)) == (parts == others)
 

@@ -11,6 +11,8 @@ import pytest
 
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 ROLE = """
 import asyncio, sys
 from common.discovery.config import RedisConfig

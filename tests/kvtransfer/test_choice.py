@@ -14,6 +14,8 @@ from kvtransfer.transports.shm import ShmHolder
 from tests.support.kv_fakes import FAST, FINGERPRINT, LAYOUT, FakePool, running_holder
 from tests.support.kv_processes import digest, holder_process
 
+pytestmark = pytest.mark.slow
+
 
 def can_unshare() -> bool:
     command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", "true"]

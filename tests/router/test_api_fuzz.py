@@ -15,6 +15,8 @@ from router.http.openapi import describe
 from tests.support.http_tools import CHAT, COMPLETION, LOGPROBS, MODEL, serve
 from tests.support.tiny_text import model_directory
 
+pytestmark = pytest.mark.slow
+
 DOCUMENT: dict[str, Any] = json.loads(describe(MODEL))
 BODIES = {
     "/v1/chat/completions": CHAT,

@@ -15,6 +15,8 @@ from tests.support.fakes import FakePipeline
 from tests.support.http_tools import CHAT, HELLO, LOGPROBS, MODEL, PATIENCE_S, delta, eventually, serve
 from tests.support.tiny_text import model_directory
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> TextModel:

@@ -58,7 +58,7 @@ def cut_at_stop(text: str, stops: tuple[str, ...], include: bool) -> tuple[str, 
     return text, None
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data(), skip=st.booleans(), include=st.booleans())
 def test_joined_deltas_are_the_whole_text(
     case: tuple[TextModel, Tokenizer], data: st.DataObject, skip: bool, include: bool
@@ -78,7 +78,7 @@ def test_joined_deltas_are_the_whole_text(
     assert [token.token_id for delta in deltas for token in delta.tokens] == ids[: len(deltas)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(written=st.text("aé東\N{GRINNING FACE}\N{WOMAN}\N{ZERO WIDTH JOINER} \n", min_size=1, max_size=12))
 def test_no_delta_ends_inside_a_character(case: tuple[TextModel, Tokenizer], written: str) -> None:
     """Each delta is whole characters of what was written, in order."""
@@ -91,7 +91,7 @@ def test_no_delta_ends_inside_a_character(case: tuple[TextModel, Tokenizer], wri
         assert all(REPLACEMENT not in delta.text for delta in deltas)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     written=st.text("ab\N{GRINNING FACE}", min_size=1, max_size=14),
     stops=st.lists(st.text("ab\N{GRINNING FACE}", min_size=1, max_size=4), max_size=3).map(tuple),

@@ -12,6 +12,8 @@ from common.engine.runner import ModelRunner
 from tests.support.checkpoints import make_random_checkpoint
 from tests.support.model_tools import chunk, logits_by_chunks, make_runner, random_ids
 
+pytestmark = pytest.mark.slow
+
 KINDS = {
     "as the defaults": {},
     "a head of its own": {"tie_word_embeddings": False},
@@ -23,6 +25,7 @@ KINDS = {
     "odd sizes": {"hidden_size": 36, "intermediate_size": 50, "num_heads": 3, "num_kv_heads": 1, "head_dim": 10},
 }
 LENGTHS = [1, BLOCK_SIZE - 1, BLOCK_SIZE + 1, 3, 127, 128, 129, 1]  # crosses blocks, key chunks and query tiles
+COUNT = 24  # greedy tokens of an answer
 SPARSE = "\n".join(f"The number {i} is followed by" for i in range(12))
 
 
@@ -62,9 +65,9 @@ def test_a_checkpoint_converted_to_another_dtype_answers_as_its_own(tmp_path: Pa
 
 @pytest.mark.model
 def test_logits_of_the_demo_model_are_those_of_transformers(demo_model: Path):
-    ids = AutoTokenizer.from_pretrained(demo_model)(SPARSE * 4)["input_ids"]
+    ids = AutoTokenizer.from_pretrained(demo_model)(SPARSE * 2)["input_ids"]
     lengths = [1, 20, 130, len(ids) - 152, 1]
-    assert len(ids) > 300
+    assert len(ids) > 160
     ours = logits_by_chunks(make_runner(demo_model), ids, lengths)
     theirs = reference_logits(demo_model, ids)[torch.tensor(lengths).cumsum(0) - 1]
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
@@ -73,14 +76,14 @@ def test_logits_of_the_demo_model_are_those_of_transformers(demo_model: Path):
 
 @pytest.mark.model
 def test_greedy_answers_of_the_demo_model_are_those_of_transformers(demo_model: Path):
-    topics = ("rain", "bread", "Paris", "iron", "a cat", "the sea", "music", "7 times 8", "a poem", "winter")
+    topics = ("rain", "Paris", "7 times 8")
     tokenizer = AutoTokenizer.from_pretrained(demo_model, padding_side="left")
     chats = [[{"role": "user", "content": f"{verb} {topic}."}] for topic in topics for verb in ("Explain", "Praise")]
     prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
     model = LlamaForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
     padded = tokenizer.pad({"input_ids": prompts}, return_tensors="pt")
-    theirs = model.generate(**padded, max_new_tokens=64, min_new_tokens=64, do_sample=False)
-    ours = greedy(make_runner(demo_model, num_blocks=20 * 10), prompts, 64, forbidden=tokenizer.eos_token_id)
+    theirs = model.generate(**padded, max_new_tokens=COUNT, min_new_tokens=COUNT, do_sample=False)
+    ours = greedy(make_runner(demo_model, num_blocks=6 * 10), prompts, COUNT, forbidden=tokenizer.eos_token_id)
     assert ours == theirs[:, padded["input_ids"].shape[1] :].tolist()
 
 

@@ -16,6 +16,8 @@ from common.errors import ModelError
 from tests.support.checkpoints import make_random_checkpoint
 from tests.support.model_files import load_config
 
+pytestmark = pytest.mark.slow
+
 FILE = "model.safetensors"
 
 

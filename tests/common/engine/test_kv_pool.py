@@ -16,6 +16,8 @@ from common.engine.kv_pool import HEADER_BYTES, HUGE_PAGE, HostKVPool
 from common.errors import StartupError
 from common.layout import KVLayout
 
+pytestmark = pytest.mark.slow
+
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=3, head_dim=8, dtype="bfloat16")
 
 

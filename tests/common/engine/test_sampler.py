@@ -15,7 +15,7 @@ from common.sampling import SamplingParams, fork_seed
 from tests.support.builders import EOS, sequence
 
 torch.set_num_threads(1)
-SETTINGS = settings(max_examples=250, deadline=None)
+SETTINGS = settings(max_examples=120, deadline=None)
 PEAKED = [0.5, 2.0, -1.0, 3.25, 0.0, 1.5, -4.0, 2.0]  # 8 tokens; 1 and 7 tie
 TOP_OF_ROUND = 1 - 2.0**-53  # the largest number that uniform() gives
 

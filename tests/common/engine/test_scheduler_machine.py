@@ -8,6 +8,7 @@ other tokens; what holds each block is counted anew after every step.
 from collections import Counter
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from hypothesis import note, settings
 from hypothesis import strategies as st
@@ -20,6 +21,8 @@ from common.engine.sequence import Sequence
 from common.errors import EngineFailure
 from common.sampling import FinishReason, SamplingParams
 from tests.support.builders import VOCAB, ToyRunner, answer, assert_all_free, kv_of, scheduler, tokens
+
+pytestmark = pytest.mark.slow
 
 torch.set_num_threads(1)
 SIZE = 4  # tokens of a block
@@ -376,4 +379,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)

@@ -12,6 +12,8 @@ import pytest
 from common.model.hub import is_hub_name
 from tests.support.fake_hub import Hub
 
+pytestmark = pytest.mark.slow
+
 TEXT = {"config.json": b"{}", "tokenizer.json": b"[1]", "tokenizer_config.json": b"{ }", "chat_template.jinja": b"x"}
 FILES = TEXT | {
     "model.safetensors": b"weights",

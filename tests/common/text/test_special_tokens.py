@@ -58,7 +58,7 @@ def test_are_ordinary_text(tmp_path: Path, template: str, text: str) -> None:
 
 
 @given(pieces=st.lists(st.sampled_from([*SPECIAL, "<", "|", ">", "<|", "|>", "im_end", " ", "\n", "s", "é"])))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_never_count_and_lose_no_text(model: TextModel, pieces: list[str]) -> None:
     text = "".join(pieces)
     ids = model.encode_chat(user(text))
@@ -73,7 +73,7 @@ def test_never_count_and_lose_no_text(model: TextModel, pieces: list[str]) -> No
     token=st.sampled_from(SPECIAL),
     data=st.data(),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_cannot_be_put_together_across_messages(
     bare: TextModel, texts: list[str], token: str, data: st.DataObject
 ) -> None:

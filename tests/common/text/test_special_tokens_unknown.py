@@ -12,6 +12,8 @@ from tests.support.chat_templates import FAMILIES
 from tests.support.tiny_text import BARE, CHATML, TRIMMED, model_directory, user
 from tests.support.tokenizer_kinds import KINDS, with_pieces, with_special
 
+pytestmark = pytest.mark.slow
+
 SECRET = "<|zz|>"
 PIECES = (
     SECRET,

@@ -73,7 +73,7 @@ def test_sentencepiece_directory_chat_has_the_ids_of_transformers(
 
 
 @given(text=st.text(max_size=60))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_any_message_without_special_tokens_has_the_ids_of_transformers(
     directory: Path, model: TextModel, text: str
 ) -> None:

@@ -32,6 +32,8 @@ from tests.support.redis_process import RedisServer
 from tests.support.redis_tools import eventually
 from tests.support.worker_stream import open_stream
 
+pytestmark = pytest.mark.slow
+
 ENVIRON = {name: value for name, value in os.environ.items() if not name.startswith("KVRELAY_")}
 # Several starts in one interpreter: importing torch is most of what one takes.
 STARTS = """

@@ -20,7 +20,7 @@ from tests.faults.proxy import Proxy
 from tests.support.kv_fakes import FAST, FINGERPRINT, LAYOUT, BlockedCopy, FakePool, held_back, until
 from tests.support.kv_processes import PATIENCE_S, HolderProcess, digest, holder_process
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 Pairs = list[tuple[int, int]]
 SHAPES = {"small": (1024, 8192), "odd": (700, 5003), "larger than a frame": (4, 5 * 2**19 + 1)}  # blocks, bytes

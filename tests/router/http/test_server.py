@@ -17,6 +17,8 @@ from router.config import RequestLimits
 from tests.support.http_tools import COMPLETION, HELLO, PATIENCE_S, Served, serve
 from tests.support.tiny_text import model_directory
 
+pytestmark = pytest.mark.slow
+
 BODY = json.dumps(COMPLETION).encode()
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n" % len(BODY)
 SHORT = Deadlines(http_header_s=0.3, http_body_s=0.3, http_idle_s=60)

@@ -24,6 +24,8 @@ from common.model.gguf.header import TYPES
 from tests.support.gguf_models import MODELS, Kind, gguf_tensors, packed, random_model, split_file, write_model
 from tests.support.model_tools import logits_by_chunks, random_ids
 
+pytestmark = pytest.mark.slow
+
 KINDS = [Kind(number) for number in TYPES]
 READ_BY_TRANSFORMERS = [name for name in MODELS if name != "smollm3"]
 
