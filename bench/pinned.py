@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cluster.children import describe_exit
+from cluster.parent_death import die_with_parent
 from common.errors import ConfigError, KVRelayError
-from common.parent_death import die_with_parent
 
 ERROR = "error"  # the key of an answer that is one
 THREAD_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from common.compute.native_build import NativeUnavailable, build
 from common.log import get_logger, log_event
-from common.native_build import NativeUnavailable, build
 
 log = get_logger("probe")
 

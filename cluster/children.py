@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
+from cluster.parent_death import dying_with_parent
 from common.errors import StartupError
-from common.parent_death import dying_with_parent
 
 LAST_WORDS_S = 1.0  # for output still in the pipes of a process that ended
 LONGEST_LINE = 64 * 1024  # bytes; longer ones are cut

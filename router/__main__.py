@@ -12,8 +12,8 @@ from functools import partial
 from aiohttp import web
 
 from common.address import join_address
-from common.discovery.access import prove_access
 from common.discovery.config import RedisConfig
+from common.discovery.redis_access import prove_access
 from common.discovery.redis_client import connect
 from common.discovery.registry import Registry, WorkerRecord
 from common.listening import listen

@@ -22,11 +22,11 @@ import uvloop
 
 from bench.handover.loopback import Loopback, serve
 from bench.pinned import ERROR, module_command, run_child
+from cluster.parent_death import dying_with_parent
 from common.deadlines import Deadlines
 from common.engine.kv_pool import HostKVPool
 from common.errors import KVRelayError
 from common.layout import KVLayout
-from common.parent_death import dying_with_parent
 from common.rpc.channel import GrpcServer
 from common.rpc.pb import kv_pb2, kv_pb2_grpc, types_pb2
 from common.tasks import end

@@ -144,8 +144,6 @@ def _read_template(
         raise ModelError(f"{file.path}: {error}", field="model") from error
 
 
-
-
 def _named_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
     texts = {name: token_text(tokenizer_config.get(name)) for name in NAMED_TOKENS}
     return {name: text for name, text in texts.items() if text is not None}

@@ -17,9 +17,9 @@ from redis.asyncio import Redis
 
 from common.block_hash import BLOCK_SIZE
 from common.deadlines import Deadlines
-from common.discovery.access import prove_access
 from common.discovery.cache_events import CacheEventPublisher
 from common.discovery.config import RedisConfig
+from common.discovery.redis_access import prove_access
 from common.discovery.redis_client import Outage, connect
 from common.discovery.registry import Registry, WorkerRecord
 from common.engine.batch import StepOutput

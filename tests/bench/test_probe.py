@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench import probe
-from common.native_build import COMPILERS
+from common.compute.native_build import COMPILERS
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
-from common.parent_death import dying_with_parent
+from cluster.parent_death import dying_with_parent
 from tests.faults.cluster import FaultCluster
 from tests.faults.processes import WORKERS
 from tests.faults.proxy import Proxy

@@ -13,9 +13,9 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from cluster.parent_death import dying_with_parent
 from cluster.redis_server import find_redis_server, free_port, server_command
 from common.errors import AddressInUse, StartupError
-from common.parent_death import dying_with_parent
 
 PORT_TRIES = 5
 POLL_S = 0.01
@@ -25,7 +25,7 @@ STOP_S = 5.0  # from SIGTERM to SIGKILL
 class RedisServer:
     """Runs redis-server on a free port of 127.0.0.1 from start() to stop(), and never longer than this process.
 
-    Start it from a thread that lives as long as the process (see common.parent_death.die_with_parent).
+    Start it from a thread that lives as long as the process (see cluster.parent_death.die_with_parent).
     """
 
     def __init__(

@@ -2,13 +2,13 @@
 
 import logging
 
+from common.compute.native_build import NativeUnavailable
 from common.compute.ops.cpu import native_attention as native
 from common.compute.ops.reference import reference_ops as reference
 from common.compute.ops.table import Ops, StepInput
 from common.errors import ConfigError
 from common.log import get_logger, log_event
 from common.model.config import ModelConfig
-from common.native_build import NativeUnavailable
 
 __all__ = ["BACKENDS", "Ops", "StepInput", "choose_ops"]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
+from common.compute.native_build import NativeUnavailable, build
 from common.compute.ops.reference import reference_ops as reference
 from common.compute.ops.reference.step_plan import RotaryPlan, prepare_rotary
 from common.compute.ops.table import Ops, StepInput
 from common.model.config import ModelConfig
-from common.native_build import NativeUnavailable, build
 
 SOURCE = Path(__file__).parent / "attention.cpp"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import native_build as builder
+from common.compute import native_build as builder
+from common.compute.native_build import NativeUnavailable
 from common.compute.ops.choose import choose_ops
 from common.compute.ops.cpu import native_attention as native
 from common.compute.ops.cpu.native_attention import DIMS, load_ops
@@ -13,7 +14,6 @@ from common.compute.ops.reference.reference_ops import OPS
 from common.compute.ops.table import Ops
 from common.errors import ConfigError
 from common.model.config import LayerConfig, ModelConfig
-from common.native_build import NativeUnavailable
 from tests.common.compute.ops.test_reference_ops import CHUNKS, ROPE, make_cache, make_config, make_step, random
 
 LARGE = [(0, 600), (500, 100)]  # worth more threads than one

@@ -8,8 +8,8 @@ import pytest
 from redis.asyncio import Redis
 
 from cluster.redis_server import free_port
-from common.discovery.access import prove_access
 from common.discovery.config import RedisConfig
+from common.discovery.redis_access import prove_access
 from common.discovery.redis_client import connect
 from common.errors import RedisUnreachable
 from tests.support.redis_process import RedisServer

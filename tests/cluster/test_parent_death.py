@@ -11,7 +11,7 @@ from tests.support.process_tools import is_running, linux, wait_until_ended
 
 STARTS_A_CHILD = """
 import functools, os, subprocess, sys
-from common.parent_death import die_with_parent
+from cluster.parent_death import die_with_parent
 child = subprocess.Popen(["sleep", "60"], preexec_fn=functools.partial(die_with_parent, os.getpid()))
 print(child.pid, flush=True)
 child.wait()
@@ -20,7 +20,7 @@ child.wait()
 
 LAUNCHES_A_CHILD = """
 import subprocess
-from common.parent_death import dying_with_parent
+from cluster.parent_death import dying_with_parent
 child = subprocess.Popen(dying_with_parent(["sleep", "60"]))
 print(child.pid, flush=True)
 child.wait()
@@ -53,13 +53,13 @@ def test_a_program_launched_to_die_with_its_parent_does_so_under_the_pid_it_was_
 
 @linux
 def test_child_of_another_parent_than_expected_ends_at_once() -> None:
-    code = f"from common.parent_death import die_with_parent; die_with_parent({os.getpid() + 1}); print('alive')"
+    code = f"from cluster.parent_death import die_with_parent; die_with_parent({os.getpid() + 1}); print('alive')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
 
 
 @linux
 def test_child_of_the_expected_parent_goes_on() -> None:
-    code = f"from common.parent_death import die_with_parent; print(die_with_parent({os.getpid()}))"
+    code = f"from cluster.parent_death import die_with_parent; print(die_with_parent({os.getpid()}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "True\n")
