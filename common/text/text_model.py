@@ -13,13 +13,13 @@ from common.errors import ContextLengthExceeded, InvalidRequest, ModelError
 from common.model.config import GenerationDefaults, ModelConfig, parse_config
 from common.model.directory import DirectorySource
 from common.model.end_tokens import read_generation
-from common.model.source import ModelSource, TemplateFile, token_text
+from common.model.source import ModelSource, TemplateFile
+from common.text.added_tokens import named_tokens, with_added_tokens
 from common.text.detokenize import Detokenizer
 from common.text.special_tokens import SpecialTokenGuard, strings
 from common.text.template.chat_template import ChatTemplate
 from common.text.token_pieces import TokenPieces
 
-NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 SHRINK = 4  # a normalizer may make a text this many times shorter
 BEFORE = 16  # tokens that an answer's first characters may depend on, and more
 CHUNK = 2**14  # tokens that are decoded before others may run
@@ -59,11 +59,11 @@ class TextModel:
         """Reads a model; a path is a directory's. Raises ModelError that names the file at fault."""
         source = DirectorySource(model) if isinstance(model, Path) else model
         tokenizer, tokenizer_config = source.tokenizer_json(), source.tokenizer_config()
-        special_tokens = _named_tokens(tokenizer_config)
+        special_tokens = named_tokens(tokenizer_config)
         template = _read_template(source.chat_template(), special_tokens, now)
         config, generation = source.config(), read_generation(source)
         try:
-            data = _complete(tokenizer.content, tokenizer_config)
+            data = with_added_tokens(tokenizer.content, tokenizer_config)
             return cls(parse_config(config), generation, data, special_tokens, template)
         except ModelError:
             raise
@@ -142,22 +142,3 @@ def _read_template(
         return ChatTemplate(file.text, special_tokens, now, file.path.name)
     except ModelError as error:
         raise ModelError(f"{file.path}: {error}", field="model") from error
-
-
-def _named_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    texts = {name: token_text(tokenizer_config.get(name)) for name in NAMED_TOKENS}
-    return {name: text for name, text in texts.items() if text is not None}
-
-
-def _complete(tokenizer_data: Mapping[str, Any], tokenizer_config: Mapping[str, Any]) -> dict[str, Any]:
-    """tokenizer.json's content with the tokens that only tokenizer_config.json has."""
-    added = list(tokenizer_data["added_tokens"])
-    listed = sorted((tokenizer_config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0]))
-    named = [{"content": text, "special": True} for text in _named_tokens(tokenizer_config).values()]
-    known = {token["content"] for token in added}
-    for token in [token for _, token in listed] + named:
-        if token["content"] not in known:
-            known.add(token["content"])
-            flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": not token["special"]}
-            added.append({"id": 0, **flags, **token})  # the tokenizer gives it the next free id
-    return {**tokenizer_data, "added_tokens": added}
