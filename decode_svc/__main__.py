@@ -19,7 +19,7 @@ def start(worker: Worker) -> DecodeService:
         worker.built.layout,
         worker.info.fingerprint,
         worker.deadlines,
-        worker.clock,
+        worker.awake,
         transports=choose(worker.settings.transport),
     )
     return DecodeService(worker, reader)

@@ -14,14 +14,14 @@ MAX_NUM_BATCHED_TOKENS = 512
 
 def start(worker: Worker) -> PrefillService:
     """The service over the worker's engine, with its pool offered to readers."""
-    leases = LeaseTable(worker.clock, worker.deadlines, worker.info.epoch, worker.engine.free_blocks)
+    leases = LeaseTable(worker.awake, worker.deadlines, worker.info.epoch, worker.engine.free_blocks)
     holder = KVHolder(
         leases,
         fingerprint=worker.info.fingerprint,
         layout_id=worker.info.layout_id,
         transports=holders(choose(worker.settings.transport), worker.built.pool),
         deadlines=worker.deadlines,
-        clock=worker.clock,
+        clock=worker.awake,
     )
     return PrefillService(worker, leases, holder)
 

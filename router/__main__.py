@@ -12,6 +12,7 @@ from functools import partial
 from aiohttp import web
 
 from common.address import join_address
+from common.awake_clock import AwakeClock
 from common.discovery.config import RedisConfig
 from common.discovery.redis_access import prove_access
 from common.discovery.redis_client import connect
@@ -58,12 +59,13 @@ async def run(arguments: argparse.Namespace) -> int:
         await prove_access(redis, redis_settings, deadlines, writes=False)
         registry = Registry(redis, namespace, deadlines)
         index = PrefixIndex(redis, namespace, deadlines, registry.outage)
+        awake = AwakeClock()
         workers = Workers(
             registry,
             index,
             secrets.token_hex(8),
             deadlines,
-            time.monotonic,
+            awake,
             metrics,
             max_unsplit_tokens=settings.max_unsplit_tokens,
             stranger=partial(stranger, names={name}, tokenizer=tokenizer),
@@ -73,7 +75,8 @@ async def run(arguments: argparse.Namespace) -> int:
         stack.push_async_callback(workers.close)
         following = asyncio.create_task(workers.run(), name="registry")
         indexing = asyncio.create_task(index.run(), name="prefix index")
-        stack.push_async_callback(end, following, indexing)
+        ticking = asyncio.create_task(awake.run(), name="clock")
+        stack.push_async_callback(end, following, indexing, ticking)
         app = build_app(
             pipeline,
             text,
@@ -94,7 +97,7 @@ async def run(arguments: argparse.Namespace) -> int:
         stop = stop_on_signals()
         await workers.settle()
         announce_ready("router", f"http://{join_address(*runner.addresses[0][:2])}")
-        await until(stop, following, indexing)
+        await until(stop, following, indexing, ticking)
     return 0
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
+from common.awake_clock import AwakeClock
 from common.block_hash import BLOCK_SIZE
 from common.deadlines import Deadlines
 from common.discovery.registry import Registry, WorkerRecord
@@ -181,6 +182,7 @@ class SimWorker:
             deadlines=deadlines,
             health=Health(loop.time, deadlines.decode_token_s),
             clock=loop.time,
+            awake=AwakeClock(loop.time),
         )
         self.service: Any = self._prefill(worker) if shape.role == "prefill" else self._decode(worker)
         self._abort_forks = self.service.relay_server._abort_forks

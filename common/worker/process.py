@@ -15,6 +15,7 @@ from typing import Protocol
 
 from redis.asyncio import Redis
 
+from common.awake_clock import AwakeClock
 from common.block_hash import BLOCK_SIZE
 from common.deadlines import Deadlines
 from common.discovery.cache_events import CacheEventPublisher
@@ -68,6 +69,7 @@ class Worker:
     deadlines: Deadlines
     health: Health
     clock: Callable[[], float]
+    awake: AwakeClock  # for what is expected of others in time
 
     @property
     def engine(self) -> Engine:
@@ -171,6 +173,7 @@ def make_worker(
         deadlines=deadlines,
         health=Health(time.monotonic, deadlines.decode_token_s, built.token_s),
         clock=time.monotonic,
+        awake=AwakeClock(),
     )
 
 
@@ -241,7 +244,12 @@ async def running(
     await worker.server.set_serving(True)
     with contextlib.suppress(RedisUnreachable):  # keep_announced goes on trying
         await registry.announce(record)
-    loops = {"announcing": registry.keep_announced(record), "cache events": publisher.run(), "health": _watch(worker)}
+    loops = {
+        "announcing": registry.keep_announced(record),
+        "cache events": publisher.run(),
+        "health": _watch(worker),
+        "clock": worker.awake.run(),
+    }
     tasks = [watch(asyncio.create_task(work), partial(on_death, f"the loop of {n}")) for n, work in loops.items()]
     try:
         yield record

@@ -69,7 +69,10 @@ class AttemptStream:
 
 
 class WorkerClient:
-    """One life (epoch) of one worker. `on_change` is called when it may have become usable or useless."""
+    """One life (epoch) of one worker. `on_change` is called when it may have become usable or useless.
+
+    `clock` should stand still while this process is stalled (common/awake_clock.py): who can't be heard is not silent.
+    """
 
     def __init__(
         self,
@@ -209,8 +212,7 @@ class WorkerClient:
         writer = asyncio.create_task(self._write(call, self._outgoing))
         try:
             while True:
-                async with asyncio.timeout(self._deadlines.dead_s):
-                    event = await call.read()
+                event = await self._read(call)
                 if event is grpc.aio.EOF:
                     return "closed by the worker"
                 if event is None:  # grpc's word for it
@@ -226,6 +228,19 @@ class WorkerClient:
         finally:
             call.cancel()
             await end(writer)  # what broke it breaks the reading too
+
+    async def _read(self, call: Any) -> Any:
+        """The stream's next message. Raises TimeoutError when none comes for dead_s in which it could be heard."""
+        began, reading = self._clock(), asyncio.ensure_future(call.read())
+        try:
+            while not reading.done():
+                left = began + self._deadlines.dead_s - self._clock()
+                if left <= 0:
+                    raise TimeoutError
+                await asyncio.wait({reading}, timeout=left)
+            return reading.result()
+        finally:
+            reading.cancel()
 
     async def _write(self, call: Any, outgoing: asyncio.Queue[Any]) -> None:
         while True:

@@ -227,6 +227,7 @@ async def fake_cluster(
     listed: bool = True,
     stranger: Callable[[WorkerRecord], str] = lambda record: "",
     strict_numerics: bool = False,
+    hearing: Callable[[], float] = time.monotonic,
     **deadlines: float,
 ) -> AsyncIterator[FakeCluster]:
     """Runs the workers, lists and connects them; at the end proves that nothing is left, no task either."""
@@ -234,7 +235,7 @@ async def fake_cluster(
     metrics, registry, clock = RouterMetrics("test"), FakeRegistry(), Clock()
     index = PrefixIndex(None, "test", chosen, clock=clock)
     workers = Workers(
-        registry, index, "router-0", chosen, time.monotonic, metrics, stranger=stranger, strict_numerics=strict_numerics
+        registry, index, "router-0", chosen, hearing, metrics, stranger=stranger, strict_numerics=strict_numerics
     )
     pipeline = Pipeline(workers, text, metrics, chosen, time.monotonic)
     cluster = FakeCluster(workers, pipeline, registry, index)

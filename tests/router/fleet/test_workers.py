@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 from redis.asyncio import Redis
 
+from common.awake_clock import AwakeClock
 from common.block_hash import BLOCK_SIZE
 from common.deadlines import Deadlines
 from common.discovery.redis_client import connect
@@ -236,6 +237,21 @@ async def test_a_worker_that_is_not_the_recorded_one_is_left_alone(text: TextMod
         cluster.registry.show(decode.record, wrong, prefill.record)
         await eventually(lambda: names(cluster, "prefill") == {"prefill-0"})
         assert "wrong" not in cluster.workers._clients
+
+
+async def test_after_a_stall_of_our_own_nobody_counts_as_silent(text: TextModel) -> None:
+    """What came meanwhile is still to be read: time-outs go on from when we can hear again."""
+    clock = AwakeClock()
+    async with fake_cluster(text, hearing=clock, suspect_s=0.3, dead_s=0.5) as cluster:
+        ticking = asyncio.create_task(clock.run())
+        await asyncio.sleep(0)
+        time.sleep(0.8)  # noqa: ASYNC251  (this is the stall)
+        assert names(cluster, "prefill") == {"prefill-0"}
+        assert names(cluster, "decode") == {"decode-0"}
+        answered = await cluster.answer([ANSWER])
+        assert (answered.tokens, answered.report.attempts) == ([ANSWER], 1)
+        assert all(client.connected for client in cluster.workers._clients.values())
+        await end(ticking)
 
 
 async def test_settling_waits_for_those_that_are_listed(text: TextModel) -> None:
