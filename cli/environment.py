@@ -30,8 +30,10 @@ def _meant(name: str, known: Iterable[str]) -> str:
 
 def check_environment(role: str, environ: Mapping[str, str] = os.environ) -> None:
     """One log line for unknown settings and one for service links where a setting would be. Raises ConfigError."""
-    setup_logging("info", role, environ=environ)
-    if unknown := unknown_settings(environ):
+    unknown, links = unknown_settings(environ), sorted(service_links(environ) & setting_names())
+    if unknown or links:
+        setup_logging("info", role, environ=environ)
+    if unknown:
         log_event(log, logging.WARNING, "unknown settings in the environment", names=", ".join(unknown))
-    if links := sorted(service_links(environ) & setting_names()):
+    if links:
         log_event(log, logging.INFO, "no settings but links to services", names=", ".join(links))

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.paths import ROOT
 
-pytest_plugins = ("tests.support.redis_fixture", "tests.support.text_fixture")
+pytest_plugins = ("tests.support.logging_fixture", "tests.support.redis_fixture", "tests.support.text_fixture")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch, here and in child processes: tests share the cores
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # where a test takes more threads, they don't spin for a busy core

@@ -4,6 +4,7 @@ import pytest
 
 from cli.environment import check_environment, unknown_settings
 
+pytestmark = pytest.mark.usefixtures("restored_logging")
 LINKS = {
     "KVRELAY_SERVICE_HOST": "10.96.0.12",
     "KVRELAY_SERVICE_PORT": "8000",

@@ -10,14 +10,7 @@ import pytest
 from common.errors import ConfigError
 from common.log import FORMAT_ENV, get_logger, log_event, request_id, setup_logging
 
-
-@pytest.fixture(autouse=True)
-def restored_logging():
-    root, ours = logging.getLogger(), logging.getLogger("kvrelay")
-    before = (root.handlers[:], root.level, ours.level)
-    yield
-    root.handlers[:], root.level = before[0], before[1]
-    ours.setLevel(before[2])
+pytestmark = pytest.mark.usefixtures("restored_logging")
 
 
 def logged(event: str, /, *, level: str = "info", at: int = logging.INFO, log_format: str = "text", **values) -> str:
