@@ -134,7 +134,7 @@ HOSTILE = {
     "dimensions beyond reason": (file(text("a") + struct.pack("<I", 2**31), infos=1), "dimensions"),
     "an empty dimension": (file(info(shape=(4, 0)), infos=1), "no whole number"),
     "a size that overflows": (file(info(shape=(HUGE, HUGE, 4)), infos=1), "cut short"),
-    "an unsupported type": (file(info(kind=10), infos=1), "ggml type 10"),
+    "an unsupported type": (file(info(kind=40), infos=1), "ggml type 40"),
     "half a block": (file(info(shape=(48,), kind=2), infos=1), "no whole number of Q4_0"),
     "an offset beyond the end": (file(info(offset=2**40), infos=1), "cut short"),
     "an offset that overflows": (file(info(offset=2**64 - 32), infos=1), "cut short"),
