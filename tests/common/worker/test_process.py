@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from common.compute.numerics import numerics
 from common.deadlines import Deadlines
 from common.discovery.redis_client import connect
 from common.discovery.registry import Registry, WorkerRecord
@@ -180,6 +181,7 @@ async def started(role: str, *command: str, redis_url: str, model: Path, **flags
         assert line.startswith(f"ready {role} "), line + (await process.communicate())[1].decode()
         registry = Registry(redis, "worker-test", Deadlines())
         [record] = await registry.workers()
+        assert record.numerics.partition("/")[2] == numerics("any").partition("/")[2]
         yield Started(process, line.split()[2], record, registry)
     finally:
         if process.returncode is None:
