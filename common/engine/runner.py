@@ -1,7 +1,8 @@
 """Runs one batch through the model: tokens and blocks in, logits out."""
 
-from itertools import accumulate
+from itertools import accumulate, chain
 
+import numpy as np
 import torch
 
 from common.block_hash import BLOCK_SIZE
@@ -50,15 +51,16 @@ def step_input(batch: Batch) -> StepInput:
         start + row for start, chunk in zip(row_starts, chunks, strict=False) for row in (*chunk.scored, *chunk.sampled)
     ]
     contexts = [chunk.start + len(chunk.token_ids) for chunk in chunks]
-    longest = -(-max(contexts) // BLOCK_SIZE)
-    used = [chunk.block_ids[: -(-context // BLOCK_SIZE)] for chunk, context in zip(chunks, contexts, strict=True)]
-    tables = [blocks + blocks[:1] * (longest - len(blocks)) for blocks in used]
+    tables = [chunk.block_ids[: -(-context // BLOCK_SIZE)] for chunk, context in zip(chunks, contexts, strict=True)]
+    table_starts = tuple(accumulate(map(len, tables), initial=0))
+    block_ids = np.fromiter(chain.from_iterable(tables), np.int64, table_starts[-1])  # far faster than torch.tensor
     return StepInput(
         token_ids=torch.tensor([token_id for chunk in chunks for token_id in chunk.token_ids]),
         positions=torch.tensor(positions),
         token_blocks=torch.tensor(token_blocks),
         row_starts=row_starts,
         contexts=tuple(contexts),
-        block_tables=torch.tensor(tables),
+        block_ids=torch.from_numpy(block_ids),
+        table_starts=table_starts,
         sample_rows=torch.tensor(rows, dtype=torch.int64),
     )

@@ -19,7 +19,8 @@ class StepInput:
     token_blocks: torch.Tensor  # [T], the block that gets the token's KV, at position % 16
     row_starts: tuple[int, ...]  # [N + 1], the first row of each chunk, and T
     contexts: tuple[int, ...]  # [N], tokens that the chunk's last token sees, itself included
-    block_tables: torch.Tensor  # [N, most blocks]; a row's tail repeats its first block
+    block_ids: torch.Tensor  # [B], of all chunks' tables, one behind the other
+    table_starts: tuple[int, ...]  # [N + 1], the first entry of each chunk's table, and B
     sample_rows: torch.Tensor  # [S], rows whose logits are wanted
     adapters: torch.Tensor | None = None  # [T], of each row the id of its adapter (LoRA); None: no row has one
 

@@ -180,7 +180,7 @@ def test_step_input_has_one_row_a_token():
     assert step.positions.tolist() == [30, 31, 32, 0]
     assert step.token_blocks.tolist() == [1, 1, 2, 8]
     assert (step.row_starts, step.contexts) == ((0, 3, 4), (33, 1))
-    assert step.block_tables.tolist() == [[0, 1, 2], [8, 8, 8]]
+    assert (step.block_ids.tolist(), step.table_starts) == ([0, 1, 2, 8], (0, 3, 4))
     assert step.sample_rows.tolist() == [2]
 
 

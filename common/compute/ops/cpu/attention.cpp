@@ -129,10 +129,10 @@ struct Step {
   int32_t dtype;          // 0 float32, 1 bfloat16, 2 float16
   int32_t heads, kv_heads, dim;
   int32_t num_chunks;
-  int32_t table_stride;   // blocks a row of tables
   const int64_t* row_starts;  // [chunks + 1]
   const int64_t* contexts;    // [chunks]: tokens that a chunk's last row sees
-  const int64_t* tables;      // [chunks, table_stride]
+  const int64_t* table_starts;  // [chunks + 1]: where a chunk's table of blocks begins
+  const int64_t* block_ids;   // of all tables
   int32_t window;         // tokens that a row sees at most, itself included; 0: all
   float scale;
   float softcap;          // 0: none
@@ -154,7 +154,7 @@ void run(const Step& step, const Task& task) {
   const int64_t first_row = step.row_starts[task.chunk] + task.first;
   const int64_t last_row = step.row_starts[task.chunk + 1] - 1;
   const int64_t first_position = step.contexts[task.chunk] - 1 - (last_row - first_row);
-  const int64_t* table = step.tables + (int64_t)task.chunk * step.table_stride;
+  const int64_t* table = step.block_ids + step.table_starts[task.chunk];
 
   alignas(64) float queries[ROWS][DIM], outputs[ROWS][DIM], scores[ROWS][KEYS], block[LANES][DIM];
   float top[ROWS], total[ROWS];

@@ -36,10 +36,10 @@ class Step(ctypes.Structure):
         ("kv_heads", ctypes.c_int32),
         ("dim", ctypes.c_int32),
         ("num_chunks", ctypes.c_int32),
-        ("table_stride", ctypes.c_int32),
         ("row_starts", ctypes.c_void_p),
         ("contexts", ctypes.c_void_p),
-        ("tables", ctypes.c_void_p),
+        ("table_starts", ctypes.c_void_p),
+        ("block_ids", ctypes.c_void_p),
         ("window", ctypes.c_int32),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
@@ -54,7 +54,8 @@ class NativePlan:
     rotary: RotaryPlan
     row_starts: torch.Tensor  # [chunks + 1]
     contexts: torch.Tensor  # [chunks]
-    tables: torch.Tensor  # [chunks, most blocks]
+    table_starts: torch.Tensor  # [chunks + 1]
+    block_ids: torch.Tensor  # of all tables
 
 
 def prepare(step: StepInput, config: ModelConfig, dtype: torch.dtype) -> NativePlan:
@@ -62,7 +63,8 @@ def prepare(step: StepInput, config: ModelConfig, dtype: torch.dtype) -> NativeP
         rotary=prepare_rotary(step, config, dtype),
         row_starts=torch.tensor(step.row_starts),
         contexts=torch.tensor(step.contexts),
-        tables=step.block_tables.contiguous(),
+        table_starts=torch.tensor(step.table_starts),
+        block_ids=step.block_ids.contiguous(),
     )
 
 
@@ -95,10 +97,10 @@ class Attention:
             kv_heads=cache.shape[3],
             dim=cache.shape[5],
             num_chunks=len(plan.contexts),
-            table_stride=plan.tables.shape[1],
             row_starts=plan.row_starts.data_ptr(),
             contexts=plan.contexts.data_ptr(),
-            tables=plan.tables.data_ptr(),
+            table_starts=plan.table_starts.data_ptr(),
+            block_ids=plan.block_ids.data_ptr(),
             window=config.layers[layer].window or 0,
             scale=config.attention_scale,
             softcap=config.attention_softcap or 0.0,

@@ -118,19 +118,21 @@ def _first_seen(position: int, window: int | None) -> int:
     return 0 if window is None else max(0, position - window + 1) // KEY_CHUNK
 
 
-def _chunk_blocks(tables: torch.Tensor, num_key_chunks: int) -> torch.Tensor:
-    """Block tables [n, blocks] as [n, key chunks, blocks a chunk]; a sequence's first block fills up."""
-    wanted = num_key_chunks * (KEY_CHUNK // BLOCK_SIZE)
-    tables = tables[:, :wanted]
-    filling = tables[:, :1].expand(-1, wanted - tables.shape[1])
-    return torch.cat([tables, filling], 1).view(len(tables), num_key_chunks, -1)
+def _chunk_blocks(step: StepInput, indices: torch.Tensor, key_chunks: torch.Tensor) -> torch.Tensor:
+    """Blocks of a key chunk each [n] of the step's chunks [n] or [1]: [n, blocks a chunk]; the first block fills up."""
+    starts = torch.tensor(step.table_starts)
+    first, end = starts[indices, None], starts[indices + 1, None]
+    each = KEY_CHUNK // BLOCK_SIZE
+    entries = first + key_chunks[:, None] * each + torch.arange(each)
+    blocks: torch.Tensor = step.block_ids[torch.where(entries < end, entries, first)]
+    return blocks
 
 
 def _prefill(step: StepInput, config: ModelConfig, window: int | None, index: int) -> PrefillPlan:
     context, first, last = step.contexts[index], step.row_starts[index], step.row_starts[index + 1]
     offset = context - last  # from a row to its position
     first_chunk = _first_seen(first + offset, window)
-    blocks = _chunk_blocks(step.block_tables[index : index + 1], -(-context // KEY_CHUNK))[0, first_chunk:]
+    blocks = _chunk_blocks(step, torch.tensor([index]), torch.arange(first_chunk, -(-context // KEY_CHUNK)))
     tiles = []
     for tile_first in range(first, last, QUERY_TILE):
         tile_last = min(tile_first + QUERY_TILE, last)
@@ -138,13 +140,15 @@ def _prefill(step: StepInput, config: ModelConfig, window: int | None, index: in
         begin = _first_seen(tile_first + offset, window)
         masks: list[torch.Tensor | None] = []
         for key_first in range(begin * KEY_CHUNK, tile_last + offset, KEY_CHUNK):
-            all_seen = key_first + KEY_CHUNK - 1 <= tile_first + offset
+            before = key_first + KEY_CHUNK - 1 <= tile_first + offset
+            if before and (window is None or key_first > tile_last - 1 + offset - window):
+                masks.append(None)
+                continue
             keys = torch.arange(key_first, key_first + KEY_CHUNK)
             hidden = keys > positions
             if window is not None:
-                all_seen = all_seen and key_first > tile_last - 1 + offset - window
                 hidden |= keys <= positions - window
-            masks.append(None if all_seen else _mask(hidden))
+            masks.append(_mask(hidden))
         tiles.append(Tile(tile_first, tile_last, begin - first_chunk, tuple(masks)))
     rows = block_rows(blocks, config).transpose(1, 2).reshape(-1)
     return PrefillPlan(rows, tuple(tiles))
@@ -154,11 +158,12 @@ def _decode(step: StepInput, config: ModelConfig, window: int | None, indices: l
     first_seen = {i: _first_seen(step.contexts[i] - 1, window) for i in indices}
     num_chunks = {i: -(-step.contexts[i] // KEY_CHUNK) - first_seen[i] for i in indices}
     order = sorted(indices, key=lambda i: -num_chunks[i])
-    counts = tuple(sum(num_chunks[i] > chunk for i in order) for chunk in range(num_chunks[order[0]]))
-    owners = torch.cat([torch.arange(count) for count in counts])
-    chunks = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    # Sequences less those with 0, 1, ... key chunks or fewer.
+    counts = (len(order) - torch.bincount(torch.tensor([num_chunks[i] for i in order])).cumsum(0))[:-1]
+    chunks = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    owners = torch.arange(len(chunks)) - (counts.cumsum(0) - counts)[chunks]
     chunks += torch.tensor([first_seen[i] for i in order])[owners]
-    blocks = _chunk_blocks(step.block_tables[order], int(chunks.max()) + 1)[owners, chunks]  # [pairs, blocks a chunk]
+    blocks = _chunk_blocks(step, torch.tensor(order)[owners], chunks)
     keys = chunks[:, None] * KEY_CHUNK + torch.arange(KEY_CHUNK)
     contexts = torch.tensor([step.contexts[i] for i in order])[owners, None]
     hidden = keys >= contexts
@@ -171,7 +176,7 @@ def _decode(step: StepInput, config: ModelConfig, window: int | None, indices: l
         owners=owners,
         blocks=block_rows(blocks, config).transpose(1, 2).flatten(1),
         masks=_mask(hidden)[:, None, None],
-        counts=counts,
+        counts=tuple(counts.tolist()),
         group=group,
         queries=torch.zeros(group, kv_heads, -(-heads_each // ROWS) * ROWS, head_dim),
         top=torch.empty(len(owners), kv_heads, heads_each, 1),

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 import pytest
 import torch
@@ -45,18 +46,15 @@ def make_step(*chunks: tuple[int, int]) -> StepInput:
     for _, length in chunks:
         starts.append(starts[-1] + length)
     contexts = tuple(start + length for start, length in chunks)
-    longest = -(-max(contexts) // BLOCK_SIZE)
-    tables = [
-        [BLOCKS_EACH * i + (j if j * BLOCK_SIZE < contexts[i] else 0) for j in range(longest)]
-        for i in range(len(chunks))
-    ]
+    tables = [[BLOCKS_EACH * i + j for j in range(-(-context // BLOCK_SIZE))] for i, context in enumerate(contexts)]
     return StepInput(
         torch.zeros(len(positions), dtype=torch.int64),
         torch.tensor(positions),
         torch.tensor(blocks),
         tuple(starts),
         contexts,
-        torch.tensor(tables),
+        torch.tensor([block for table in tables for block in table]),
+        tuple(accumulate(map(len, tables), initial=0)),
         torch.tensor([start - 1 for start in starts[1:]]),
     )
 
