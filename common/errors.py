@@ -118,6 +118,12 @@ class EngineFailure(KVRelayError):
     public = "the model's computation failed"
 
 
+class SequenceFailure(EngineFailure):
+    """One sequence of a forward pass gave no token, also when it was computed anew without cached KV."""
+
+    code, resumable = "sequence_failure", False
+
+
 class TokenMismatch(KVRelayError):
     """The same token number came again with another id."""
 

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from common.engine.block_table import Reservation
 from common.engine.engine import Engine
-from common.engine.scheduler import Reservation
 from common.engine.sequence import Sequence
 from common.errors import KVExpired
 

@@ -14,9 +14,10 @@ from common.deadlines import Deadlines
 from common.discovery.registry import Registry, WorkerRecord
 from common.engine.batch import Batch, StepOutput
 from common.engine.block_pool import BlockPool
+from common.engine.block_table import Reservation
 from common.engine.engine import Engine
 from common.engine.limits import SchedulerConfig
-from common.engine.scheduler import Reservation, Scheduler
+from common.engine.scheduler import Scheduler
 from common.errors import RedisUnreachable
 from common.layout import KVLayout
 from common.text.detokenize import Detokenizer

@@ -4,7 +4,7 @@ from collections import Counter
 from typing import Any
 
 from common.block_hash import BLOCK_SIZE
-from common.engine.scheduler import Reservation
+from common.engine.block_table import Reservation
 from kvtransfer.transport import Ticket
 from router.pipeline.generation import Delta
 from sim.cluster import SimWorker

@@ -14,7 +14,7 @@ import kvtransfer.claim
 import kvtransfer.lease
 import kvtransfer.transports.grpc
 from common.engine.batch import StepOutput
-from common.engine.scheduler import Reservation
+from common.engine.block_table import Reservation
 from kvtransfer.transport import Ticket
 from router.fleet.worker_client import AttemptStream
 from sim import invariants

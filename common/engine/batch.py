@@ -1,5 +1,6 @@
 """What one step computes and what came of it: plain data, complete when built."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from common.engine.sequence import Sequence
@@ -46,6 +47,20 @@ class PromptScores:
     sequence: Sequence
     first: int
     logprobs: tuple[tuple[Logprob, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A row of logits that gave nothing: its sequence is computed anew, all others go on."""
+
+    sequence: Sequence
+    reason: str  # for clients
+    error: Exception | None = None  # for the log; None: the logits are not finite
+
+
+def bad_rows(results: Iterable[object]) -> dict[Sequence, BadRow]:
+    """The bad ones of a step's results, one a sequence."""
+    return {row.sequence: row for row in results if isinstance(row, BadRow)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,6 +99,14 @@ class BlockPool:
         self._block_of[block_hash] = block_id
         self._events.stored.append(block_hash)
 
+    def unpublish(self, block_hash: bytes) -> None:
+        """Nobody finds the block with this hash any more; who has it keeps it."""
+        block = self._block_of.get(block_hash)
+        if block is not None:
+            self._forget(block)
+            if self._references[block] == 0:
+                self._free.move_to_end(block, last=False)
+
     def _forget(self, block: int) -> None:
         block_hash = self._hash_of[block]
         if block_hash is not None:

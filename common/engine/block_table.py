@@ -1,8 +1,19 @@
 """A sequence's blocks: found by prefix, grown, copied before a write to a shared one, published, freed."""
 
+from dataclasses import dataclass
+
 from common.block_hash import block_hashes
 from common.engine.block_pool import BlockPool
 from common.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Blocks for a prompt whose KV comes from elsewhere; the caller's until admitted or cancelled, once."""
+
+    forks: tuple[Sequence, ...]  # equal but for their last token, whose KV is still to be computed
+    block_ids: tuple[int, ...]
+    num_cached_blocks: int  # leading ones, whose KV is here already
 
 
 class BlockTables:
@@ -28,7 +39,7 @@ class BlockTables:
         Where log-probabilities of the prompt are still to come, all are computed, as in vLLM.
         """
         self.extend_hashes(sequence)
-        if sequence.num_unscored_tokens:
+        if sequence.num_unscored_tokens or sequence.uncached:
             return
         sequence.block_ids = self.pool.match(sequence.block_hashes[: (sequence.num_tokens - 1) // self.block_size])
         sequence.num_computed_tokens = len(sequence.block_ids) * self.block_size
@@ -57,6 +68,11 @@ class BlockTables:
         size = self.block_size
         for index in range(num_published_tokens // size, sequence.num_computed_tokens // size):
             self.pool.publish(sequence.block_ids[index], sequence.block_hashes[index])
+
+    def unpublish(self, sequence: Sequence) -> None:
+        """No later sequence finds a block with these tokens, whoever computed it."""
+        for block_hash in sequence.block_hashes:
+            self.pool.unpublish(block_hash)
 
     def free(self, sequence: Sequence) -> None:
         self.pool.free(sequence.block_ids)

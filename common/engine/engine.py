@@ -3,24 +3,33 @@
 Calls from services take the lock only to change the scheduler's state, never during a forward pass.
 """
 
+import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Sequenced
 from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
 
-from common.engine.batch import Batch, EngineLoad, Sample, StepOutput
+from common.engine.batch import BadRow, Batch, EngineLoad, Sample, ScheduledChunk, StepOutput, bad_rows
+from common.engine.block_table import Reservation
 from common.engine.sampler import take_scores
-from common.engine.scheduler import Reservation, Scheduler
+from common.engine.scheduler import Scheduler
 from common.engine.sequence import Sequence
 from common.errors import ContextLengthExceeded, EngineFailure, InvalidRequest
+from common.log import get_logger, log_event
+
+log = get_logger("engine")
 
 
 class Runner(Protocol):
     def forward(self, batch: Batch) -> Tensor:
         """Logits [rows, vocab], float32: of each chunk those scored, then those sampled. All KV is written."""
+        ...
+
+    def where_not_finite(self, chunk: ScheduledChunk) -> str:
+        """Of a chunk whose logits are not finite, after its forward pass: where that comes from."""
         ...
 
 
@@ -31,7 +40,7 @@ class Engine:
         self,
         scheduler: Scheduler,
         runner: Runner,
-        sampler: Callable[[Tensor, Batch], list[list[Sample]]],
+        sampler: Callable[[Tensor, Batch], list[list[Sample] | BadRow]],
         clock: Callable[[], float],
     ) -> None:
         self._scheduler = scheduler
@@ -133,6 +142,7 @@ class Engine:
         try:
             logits, scores = take_scores(self._runner.forward(batch), batch)
             samples = self._sampler(logits, batch)
+            self._log_bad_rows(batch, bad_rows((*samples, *scores)))
         except Exception as error:  # whatever a kernel raises concerns this batch only
             with self._changed:
                 output = self._scheduler.fail(batch, EngineFailure(f"forward pass failed: {error}"))
@@ -140,6 +150,14 @@ class Engine:
             with self._changed:
                 output = self._scheduler.update(batch, samples, scores)
         return replace(output, step_s=self._clock() - begun_s)
+
+    def _log_bad_rows(self, batch: Batch, bad: Mapping[Sequence, BadRow]) -> None:
+        for sequence, row in bad.items():
+            where = None
+            if row.error is None:
+                where = self._runner.where_not_finite(next(c for c in batch.chunks if c.sequence is sequence))
+            values = {"key": sequence.key, "reason": row.reason, "where": where, "again": not sequence.uncached}
+            log_event(log, logging.WARNING, "a sequence has no token", exc_info=row.error, **values)
 
 
 class EngineLoop:

@@ -8,7 +8,7 @@ import torch
 from common.block_hash import BLOCK_SIZE
 from common.compute.decoder import Decoder
 from common.compute.ops.choose import StepInput
-from common.engine.batch import Batch
+from common.engine.batch import Batch, ScheduledChunk
 from common.engine.kv_pool import KVPool
 
 
@@ -28,6 +28,25 @@ class ModelRunner:
         self._clear_fresh_blocks(batch)
         return self._decoder.forward(step_input(batch), self._pool.blocks)
 
+    def where_not_finite(self, chunk: ScheduledChunk) -> str:
+        """For the log: the layer that made a chunk's last token not finite, and the KV that it has this from.
+
+        All layers of that token and one layer of all tokens are looked at, which is little beside what they cost.
+        """
+        blocks, last = self._pool.blocks, chunk.start + len(chunk.token_ids) - 1
+        own = blocks[chunk.block_ids[last // BLOCK_SIZE], :, :, :, last % BLOCK_SIZE]  # [layer, K/V, kv head, dim]
+        spoilt = (~own.isfinite()).flatten(1).any(1).tolist()
+        layer = spoilt.index(True) if any(spoilt) else len(spoilt)
+        if layer == 0:
+            return f"layer 0: {_kind(own[0])} in the KV of position {last}"
+        for index in range(last // BLOCK_SIZE + 1):
+            read = blocks[chunk.block_ids[index], layer - 1]  # [K/V, kv head, 16, dim]
+            if not read.isfinite().all():
+                token = (~read.isfinite()).any(-1).flatten(0, 1).any(0).tolist().index(True)
+                return f"layer {layer - 1}: {_kind(read)} in the KV of position {index * BLOCK_SIZE + token}"
+        made = f"{_kind(own[layer])} made" if layer < len(spoilt) else "made, or in the LM head"
+        return f"layer {layer - 1}: {made} of finite KV"
+
     def _clear_fresh_blocks(self, batch: Batch) -> None:
         """What lies behind a sequence's last token in a block must be finite: it meets a probability of 0.
 
@@ -37,6 +56,10 @@ class ModelRunner:
             end = chunk.start + len(chunk.token_ids)
             if end % BLOCK_SIZE and chunk.start <= end - end % BLOCK_SIZE:
                 self._pool.blocks[chunk.block_ids[end // BLOCK_SIZE]] = 0
+
+
+def _kind(values: torch.Tensor) -> str:
+    return "nan" if values.isnan().any() else "inf"
 
 
 def step_input(batch: Batch) -> StepInput:

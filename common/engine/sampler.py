@@ -4,17 +4,23 @@ Order of the steps as in vLLM: masks and bias, penalties, temperature, min-p, to
 Log-probabilities are of the model's own logits, before any of them.
 """
 
+import math
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Sequenced
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from common.engine.batch import Batch, PromptScores, Sample
+from common.engine.batch import BadRow, Batch, PromptScores, Sample
 from common.engine.sequence import Sequence
 from common.sampling import Logprob, SamplingParams, fork_seed
 
+NOT_FINITE = "the model gave logits that are not finite"
+T = TypeVar("T")
 LARGEST = 1e30  # of an adjusted logit: stays finite when it is divided by the smallest temperature
 
 
@@ -26,8 +32,10 @@ def uniform(seed: int, position: int) -> float:
 def draw(probabilities: Tensor, number: float) -> int:
     """Inverse CDF in token order: the first token whose cumulated weight exceeds number's share of the whole."""
     cumulated = probabilities.double().cumsum(0)
-    target = cumulated[-1] * number
-    return int(torch.searchsorted(cumulated, target, right=True))
+    total = float(cumulated[-1])
+    if not 0 < total < math.inf:
+        raise ValueError(f"probabilities have the sum {total}")
+    return int(torch.searchsorted(cumulated, total * number, right=True))
 
 
 def adjust(logits: Tensor, params: SamplingParams, sequence: Sequence, eos_token_ids: Sequenced[int]) -> Tensor:
@@ -104,30 +112,44 @@ def logprobs_of(logits: Tensor, token_id: int, count: int) -> tuple[Logprob, ...
     return tuple(result)
 
 
-def take_scores(logits: Tensor, batch: Batch) -> tuple[Tensor, tuple[PromptScores, ...]]:
+def attempt(sequence: Sequence, compute: Callable[[], T]) -> T | BadRow:
+    """What comes of a row, whatever goes wrong with it."""
+    try:
+        return compute()
+    except _NotFinite:
+        return BadRow(sequence, NOT_FINITE)
+    except Exception as error:
+        return BadRow(sequence, "no token could be drawn", error)
+
+
+class _NotFinite(Exception):
+    """A row's logits are not, else its tokens would be drawn in silence."""
+
+
+def take_scores(logits: Tensor, batch: Batch) -> tuple[Tensor, tuple[PromptScores | BadRow, ...]]:
     """Divides a forward pass's rows: logits [sampled rows, vocab], and what the scored rows say."""
     if not any(chunk.scored for chunk in batch.chunks):
         return logits, ()
     sampled: list[int] = []
-    scores: list[PromptScores] = []
+    scores: list[PromptScores | BadRow] = []
     row = 0
     for chunk in batch.chunks:
-        sequence, first, count = chunk.sequence, chunk.start + chunk.scored.start + 1, len(chunk.scored)
         if chunk.scored:
-            rows = zip(logits[row : row + count], sequence.token_ids[first : first + count], strict=True)
-            top = sequence.params.prompt_logprobs or 0
-            logprobs = tuple(_finite_logprobs(one, token, top) for one, token in rows)
-            scores.append(PromptScores(sequence, first, logprobs))
-        row += count
+            first = chunk.start + chunk.scored.start + 1
+            rows = logits[row : row + len(chunk.scored)]
+            scores.append(attempt(chunk.sequence, partial(_score, rows, chunk.sequence, first)))
+        row += len(chunk.scored)
         sampled += range(row, row + len(chunk.sampled))
         row += len(chunk.sampled)
     return logits[sampled], tuple(scores)
 
 
-def _finite_logprobs(logits: Tensor, token_id: int, count: int) -> tuple[Logprob, ...]:
-    if not logits.max().isfinite():
-        raise ValueError("the model gave logits that are not finite")
-    return logprobs_of(logits, token_id, count)
+def _score(rows: Tensor, sequence: Sequence, first: int) -> PromptScores:
+    if not rows.amax(-1).isfinite().all():
+        raise _NotFinite
+    tokens, top = sequence.token_ids[first : first + len(rows)], sequence.params.prompt_logprobs or 0
+    scored = (logprobs_of(row, token, top) for row, token in zip(rows, tokens, strict=True))
+    return PromptScores(sequence, first, tuple(scored))
 
 
 class Sampler:
@@ -136,21 +158,25 @@ class Sampler:
     def __init__(self, eos_token_ids: Sequenced[int]) -> None:
         self.eos_token_ids = tuple(eos_token_ids)
 
-    def __call__(self, logits: Tensor, batch: Batch) -> list[list[Sample]]:
+    def __call__(self, logits: Tensor, batch: Batch) -> list[list[Sample] | BadRow]:
         """Logits [sampled rows, vocab] float32 → for each of these rows a sample a fork."""
         sequences = [chunk.sequence for chunk in batch.chunks for _ in chunk.sampled]
         if not sequences:
             return []
         best, ids = logits.max(-1)
-        if not best.isfinite().all():  # else they would draw tokens in silence
-            raise ValueError("the model gave logits that are not finite")
-        return [self._row(logits[row], *pair) for row, pair in enumerate(zip(sequences, ids.tolist(), strict=True))]
+        rows = zip(logits, sequences, ids.tolist(), best.isfinite().tolist(), strict=True)
+        return [attempt(row[1], partial(self._row, *row)) for row in rows]
 
-    def _row(self, logits: Tensor, sequence: Sequence, best: int) -> list[Sample]:
+    def _row(self, logits: Tensor, sequence: Sequence, best: int, finite: bool) -> list[Sample]:
+        if not finite:
+            raise _NotFinite
         params = sequence.params
         if params.greedy:
             if not plain(params, sequence):
-                best = int(adjust(logits, params, sequence, self.eos_token_ids).argmax())
+                adjusted = adjust(logits, params, sequence, self.eos_token_ids)
+                best = int(adjusted.argmax())
+                if not adjusted[best].isfinite():
+                    raise ValueError("no token is left")
             tokens = [best] * len(sequence.forks)
         else:
             weights = distribution(adjust(logits, params, sequence, self.eos_token_ids), params)

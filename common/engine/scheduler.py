@@ -9,23 +9,24 @@ that arrived first; the newest is preempted and later recomputed.
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Sequenced
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from common.engine.batch import Batch, EngineLoad, PromptScores, Sample, ScheduledChunk, StepOutput, TokenOutput
+from common.engine.batch import (
+    BadRow,
+    Batch,
+    EngineLoad,
+    PromptScores,
+    Sample,
+    ScheduledChunk,
+    StepOutput,
+    TokenOutput,
+    bad_rows,
+)
 from common.engine.block_pool import BlockPool
-from common.engine.block_table import BlockTables
+from common.engine.block_table import BlockTables, Reservation
 from common.engine.limits import SchedulerConfig, finish
 from common.engine.sequence import Sequence
-from common.errors import KVRelayError
-
-
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """Blocks for a prompt whose KV comes from elsewhere; the caller's until admitted or cancelled, once."""
-
-    forks: tuple[Sequence, ...]  # equal but for their last token, whose KV is still to be computed
-    block_ids: tuple[int, ...]
-    num_cached_blocks: int  # leading ones, whose KV is here already
+from common.errors import KVRelayError, SequenceFailure
 
 
 class Scheduler:
@@ -172,9 +173,17 @@ class Scheduler:
         return Batch(tuple(chunks.values()), tuple(copies.values()))
 
     def update(
-        self, batch: Batch, samples: Sequenced[Sequenced[Sample]], scores: tuple[PromptScores, ...] = ()
+        self,
+        batch: Batch,
+        samples: Sequenced[Sequenced[Sample] | BadRow],
+        scores: Sequenced[PromptScores | BadRow] = (),
     ) -> StepOutput:
-        """Takes in a computed step; `samples` has, for each sampled row in order, a sample a fork."""
+        """Takes in a computed step; `samples` has, for each sampled row in order, a sample a fork.
+
+        A sequence with a bad row starts over without cached KV; when that was in vain, it fails.
+        """
+        bad = bad_rows((*samples, *scores))
+        failed: list[tuple[Sequence, KVRelayError]] = []
         tokens: list[TokenOutput] = []
         parked: list[tuple[Sequence, tuple[int, ...]]] = []
         progress: list[tuple[Sequence, int]] = []
@@ -183,9 +192,18 @@ class Scheduler:
         self._end_copies(batch.copies)
         for chunk in batch.chunks:
             sequence = chunk.sequence
-            rows = [dict(zip(sequence.forks, next(remaining), strict=True)) for _ in chunk.sampled]
+            results = [next(remaining) for _ in chunk.sampled]
+            rows = [dict(zip(sequence.forks, row, strict=True)) for row in results if not isinstance(row, BadRow)]
             self._land(sequence)
             if not sequence.forks:
+                continue
+            if sequence in bad:
+                self.tables.unpublish(sequence)  # or its KV would spoil later ones
+                if sequence.uncached:
+                    failed.append((sequence, SequenceFailure(bad[sequence].reason)))
+                    self._leave(sequence)
+                else:
+                    self._start_over(sequence)
                 continue
             before = sequence.num_computed_tokens
             sequence.num_computed_tokens += len(chunk.token_ids)
@@ -201,8 +219,9 @@ class Scheduler:
                 parked.append((sequence, tuple(sequence.block_ids)))
                 sequence.block_ids = []
         self.running.sort(key=lambda s: s.arrival)  # forks go beside the sequence they come from
-        output = self._output(tuple(tokens), tuple(parked), tuple(progress), batch.num_tokens)
-        return replace(output, scores=scores)
+        good = tuple(one for one in scores if not isinstance(one, BadRow) and one.sequence not in bad)
+        output = StepOutput(tuple(tokens), tuple(parked), tuple(progress), good, tuple(failed))
+        return self._told(replace(output, num_batched_tokens=batch.num_tokens))
 
     def fail(self, batch: Batch, error: KVRelayError) -> StepOutput:
         """The step could not be computed: its sequences are gone."""
@@ -214,7 +233,7 @@ class Scheduler:
             if chunk.sequence.forks:
                 failed.append((chunk.sequence, error))
                 self._leave(chunk.sequence)
-        return replace(self._output((), (), (), 0), failed=tuple(failed))
+        return self._told(StepOutput(failed=tuple(failed)))
 
     def load(self) -> EngineLoad:
         """Counts as they are now."""
@@ -229,24 +248,16 @@ class Scheduler:
             blocked=self._blocked,
         )
 
-    def _output(
-        self,
-        tokens: tuple[TokenOutput, ...],
-        parked: tuple[tuple[Sequence, tuple[int, ...]], ...],
-        progress: tuple[tuple[Sequence, int], ...],
-        num_batched_tokens: int,
-    ) -> StepOutput:
+    def _told(self, output: StepOutput) -> StepOutput:
+        """With what every step tells."""
         events = self.pool.drain_events()
         preemptions = self.num_preemptions - self._told_preemptions
         self._told_preemptions = self.num_preemptions
-        return StepOutput(
-            tokens=tokens,
-            parked=parked,
-            progress=progress,
+        return replace(
+            output,
             load=self.load(),
             stored=tuple(events.stored),
             removed=tuple(events.removed),
-            num_batched_tokens=num_batched_tokens,
             num_preemptions=preemptions,
         )
 
@@ -318,8 +329,16 @@ class Scheduler:
             scored=range(max(0, sequence.num_scored_tokens - start), unscored_end - start),
         )
 
+    def _start_over(self, sequence: Sequence) -> None:
+        sequence.uncached, sequence.num_cached_tokens = True, 0
+        self._wait_again(sequence)
+        self.waiting = deque(sorted(self.waiting, key=lambda s: (s.num_cached_tokens is None, s.arrival)))
+
     def _preempt(self, victim: Sequence) -> None:
-        self.running.remove(victim)
-        self.tables.free(victim)
-        self.waiting.appendleft(victim)
+        self._wait_again(victim)
         self.num_preemptions += 1
+
+    def _wait_again(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.tables.free(sequence)
+        self.waiting.appendleft(sequence)

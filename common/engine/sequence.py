@@ -24,6 +24,7 @@ class Sequence:
     num_computed_tokens: int = 0
     num_cached_tokens: int | None = None  # found in the prefix cache when it first ran; None until then
     num_scored_tokens: int = 0  # of the prompt behind its first token, whose log-probabilities are out
+    uncached: bool = False  # computed anew after a bad row: takes no cached blocks, and there is no third time
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks, as far as tokens go
     arrival: int = 0  # order of arrival in its engine, kept over preemptions

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from common.engine.batch import Batch, StepOutput
+from common.engine.block_table import Reservation
 from common.engine.sampler import Sampler
-from common.engine.scheduler import Reservation
 from common.engine.sequence import Sequence
 from common.errors import EngineFailure
 from common.sampling import FinishReason, SamplingParams

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from common.engine.batch import Batch, StepOutput
-from common.engine.scheduler import Reservation
+from common.engine.block_table import Reservation
 from common.sampling import FinishReason
 from tests.support.builders import Stepper, alone, answers, assert_all_free, kv_of, scheduler, sequence, tokens
 
