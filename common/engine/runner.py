@@ -44,8 +44,9 @@ class ModelRunner:
             if not read.isfinite().all():
                 token = (~read.isfinite()).any(-1).flatten(0, 1).any(0).tolist().index(True)
                 return f"layer {layer - 1}: {_kind(read)} in the KV of position {index * BLOCK_SIZE + token}"
-        made = f"{_kind(own[layer])} made" if layer < len(spoilt) else "made, or in the LM head"
-        return f"layer {layer - 1}: {made} of finite KV"
+        if layer < len(spoilt):
+            return f"layer {layer - 1}: {_kind(own[layer])} made of finite KV"
+        return f"layer {layer - 1} or the LM head: made of finite KV"
 
     def _clear_fresh_blocks(self, batch: Batch) -> None:
         """What lies behind a sequence's last token in a block must be finite: it meets a probability of 0.

@@ -126,6 +126,18 @@ def test_a_hash_that_went_and_came_back_is_there_for_who_replays_the_events():
     assert (events.stored, events.removed) == ([b"a"], [])
 
 
+def test_what_is_unpublished_is_found_no_more_and_taken_first():
+    pool = BlockPool(4)
+    first, second = filled(pool, "ab")
+    pool.free([first, second])
+    pool.drain_events()
+    for _ in range(2):
+        pool.unpublish(b"a")
+    assert (pool.match(hashes("a")), pool.drain_events().removed) == ([], [b"a"])
+    assert pool.allocate(3) == [first, 2, 3]
+    assert pool.cached_hashes() == [b"b"]
+
+
 class PoolMachine(RuleBasedStateMachine):
     """The pool beside a model of lists and counters. `held` are the references given out, in prefix order."""
 
@@ -182,6 +194,15 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.publish(block, name.encode())
         if self.caching and block not in self.hash_of and name.encode() not in self.hash_of.values():
             self.hash_of[block] = name.encode()
+
+    @rule(name=st.sampled_from("abcdef"))
+    def unpublish(self, name: str) -> None:
+        self.pool.unpublish(name.encode())
+        for block in [block for block, block_hash in self.hash_of.items() if block_hash == name.encode()]:
+            del self.hash_of[block]
+            if block in self.queue:
+                self.queue.remove(block)
+                self.queue.insert(0, block)
 
     @rule(data=st.data())
     def free(self, data: st.DataObject) -> None:

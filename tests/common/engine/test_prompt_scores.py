@@ -64,14 +64,6 @@ def test_every_prompt_token_once(bound: int, blocks: int, prefill_only: bool) ->
     assert_all_free(sched)
 
 
-def test_scores_that_are_not_finite_fail_the_step() -> None:
-    sched = scheduler(8)
-    sched.add(sequence(4, prompt_logprobs=0))
-    batch = sched.schedule()
-    with pytest.raises(ValueError, match="finite"):
-        take_scores(torch.full((4, 8), torch.nan), batch)
-
-
 def test_rows_without_scores_pass_as_they_are() -> None:
     sched = scheduler(8)
     sched.add(sequence(4))

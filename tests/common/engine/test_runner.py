@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.block_hash import BLOCK_SIZE
-from common.compute.ops.reference.step_plan import KEY_CHUNK
+from common.compute.ops.cpu.native_attention import prepare as native_prepare
+from common.compute.ops.reference.step_plan import KEY_CHUNK, prepare
 from common.engine.batch import Batch
 from common.engine.runner import ModelRunner, step_input
+from tests.common.compute.ops.test_reference_ops import make_config
 from tests.support.checkpoints import make_random_checkpoint
 from tests.support.model_tools import chunk, logits_by_chunks, make_runner, random_ids, threads
 
@@ -182,6 +184,69 @@ def test_step_input_has_one_row_a_token():
     assert (step.row_starts, step.contexts) == ((0, 3, 4), (33, 1))
     assert (step.block_ids.tolist(), step.table_starts) == ([0, 1, 2, 8], (0, 3, 4))
     assert step.sample_rows.tolist() == [2]
+
+
+def test_a_step_has_as_many_table_entries_as_its_contexts_have_blocks():
+    """And not as many as the longest has, for each chunk."""
+    long, count = 1000 * BLOCK_SIZE, 63
+    short = [chunk(FIRST, 5, 1, first_block=2000 + i) for i in range(count)]
+    step = step_input(Batch((chunk([0] * long, long - 1, 1), *short)))
+    assert step.block_ids.tolist() == [*range(1000), *range(2000, 2000 + count)]
+    assert step.table_starts == (0, *range(1000, 1001 + count))
+    config = make_config()
+    decode = prepare(step, config, torch.float32).attention[0].decode
+    key_chunks = -(-long // KEY_CHUNK) + count
+    assert decode.blocks.shape == (key_chunks, config.num_kv_heads * KEY_CHUNK // BLOCK_SIZE)
+    assert len(native_prepare(step, config, torch.float32).block_ids) == 1000 + count
+
+
+SPOILT_AT = BLOCK_SIZE + 3  # a position
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    return make_runner(make_random_checkpoint(tmp_path_factory.mktemp("model")), num_blocks=2 * BLOCKS_EACH)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize(("value", "kind"), [(torch.nan, "nan"), (torch.inf, "inf")])
+def test_spoilt_kv_is_named_and_spoils_its_own_sequence_alone(
+    layer: int, value: float, kind: str, small: ModelRunner
+) -> None:
+    alone = logits_by_chunks(small, OTHER, [LENGTH], first_block=BLOCKS_EACH)
+    logits_by_chunks(small, FIRST, [40])
+    small._pool.blocks[SPOILT_AT // BLOCK_SIZE, layer, 1, 0, SPOILT_AT % BLOCK_SIZE] = value
+    next_one = chunk(FIRST, 40, 1)
+    last = chunk(OTHER, LENGTH - 1, 1, first_block=BLOCKS_EACH)
+    logits = small.forward(Batch((next_one, last)))
+    assert not logits[0].isfinite().any()
+    assert torch.equal(logits[1:], alone)
+    assert small.where_not_finite(next_one) == f"layer {layer}: {kind} in the KV of position {SPOILT_AT}"
+
+
+@pytest.mark.parametrize(
+    ("spoils", "where"),
+    [
+        ("embedding", "layer 0: nan in the KV of position 40"),
+        ("layer 0", "layer 0: nan made of finite KV"),
+        ("layer 1", "layer 1 or the LM head: made of finite KV"),
+    ],
+)
+def test_what_a_layer_makes_is_told_from_what_it_reads(spoils: str, where: str, small: ModelRunner) -> None:
+    weights = small._decoder.weights
+    spoilt = {
+        "embedding": weights.embedding.tensors[0][FIRST[40]],
+        "layer 0": weights.layers[0].mlp.down.tensors[0],
+        "layer 1": weights.layers[1].mlp.down.tensors[0],
+    }[spoils]
+    logits_by_chunks(small, FIRST, [40])
+    before = spoilt.clone()
+    try:
+        spoilt.fill_(torch.nan)
+        assert not small.forward(Batch((chunk(FIRST, 40, 1),))).isfinite().any()
+        assert small.where_not_finite(chunk(FIRST, 40, 1)) == where
+    finally:
+        spoilt.copy_(before)
 
 
 @pytest.mark.model
