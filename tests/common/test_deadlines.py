@@ -14,6 +14,7 @@ NO_WAITS = {  # constants in seconds that no process of ours waits for
     "HANDOVER_S": "an estimate",
     "PREFLIGHT_S": "a browser's",
     "RETRY_AFTER_S": "told to clients",
+    "TICK_S": "how fine a clock is",
 }
 SOURCES = {path: path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
 

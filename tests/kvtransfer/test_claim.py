@@ -275,7 +275,7 @@ async def test_renewals_that_fail_for_a_lease_make_the_claim_void_even_if_the_ho
             await claim.pull([(3, 0)])  # the holder still has the last word
         turn.release()
         await until(lambda: claim._void is not None)
-        for ask in (lambda: claim.pull(PAIRS), claim.release):
+        for ask in (lambda: claim.pull(PAIRS), claim.confirm):
             with pytest.raises(KVExpired):
                 await ask()
     await until(lambda: holder.freed == [3, 4, 9])
