@@ -5,7 +5,7 @@ import logging
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
-from contextvars import Context
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ import grpc
 
 from common.deadlines import Deadlines
 from common.errors import Draining, HandoverError, TransportUnavailable, WorkerLost
-from common.log import get_logger, log_event
+from common.log import get_logger, log_event, request_id
 from common.rpc.channel import OpenChannel
 from kvtransfer.holder_client import HolderClient
 from kvtransfer.transport import Offer, ReaderTransport, Transport
@@ -101,7 +101,10 @@ class Connections:
         key = (address, epoch)
         task = self._current.get(key)
         if task is None:
-            shared = Context()  # it outlives the request that needs it first: its log lines are not that request's
+            shared = copy_context()
+            shared.run(
+                request_id.set, ""
+            )  # it outlives the request that needs it first: its log lines are not that one's
             task = asyncio.create_task(self._connect(address, epoch), context=shared)
             self._current[key] = task
             task.add_done_callback(lambda done: self._connected(key, done), context=shared)
