@@ -9,6 +9,7 @@ from cluster.local_cluster import run_until_signal
 from cluster.plan import PER_WORKER, ClusterConfig, UpConfig, make_cluster
 from common.engine.config import EngineConfig
 from common.model.open import open_model
+from common.rpc.config import SecurityConfig
 from common.settings import add_arguments
 from common.worker.config import WorkerConfig
 from router.config import RequestLimits, RouterConfig
@@ -17,7 +18,7 @@ from router.config import RequestLimits, RouterConfig
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     text = "Runs a cluster on this machine until Ctrl-C: Redis, workers and the router."
     parser = subparsers.add_parser("up", description=text)
-    add_arguments(parser, UpConfig, RouterConfig, RequestLimits, EngineConfig)
+    add_arguments(parser, UpConfig, RouterConfig, RequestLimits, EngineConfig, SecurityConfig)
     add_arguments(parser, WorkerConfig, skip=PER_WORKER)
 
 

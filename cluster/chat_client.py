@@ -128,6 +128,9 @@ def _one_line_errors(url: str) -> Iterator[None]:
         raise InvalidRequest(f"--url: {url!r} is no HTTP address", field="url") from error
     except TimeoutError as error:
         raise Timeout(f"{url} is silent") from error
+    except aiohttp.ClientConnectorCertificateError as error:  # first: it is one of the next kind without its reason
+        reason = getattr(error.certificate_error, "verify_message", "") or error.certificate_error
+        raise Unavailable(f"{url}: its certificate is not trusted: {reason} (SSL_CERT_FILE names your CA's)") from error
     except aiohttp.ClientConnectorError as error:
         raise Unavailable(f"can't reach {url}: {error.os_error.strerror or error}") from error
     except aiohttp.ClientError as error:

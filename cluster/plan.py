@@ -16,9 +16,12 @@ from common.engine.config import EngineConfig
 from common.listening import check_bindable
 from common.model.hub import is_hub_name
 from common.model.open import open_model
+from common.rpc.config import SecurityConfig
+from common.rpc.security import Security
 from common.settings import POSITIVE, env_of, from_arguments, setting, to_arguments, to_environment
 from common.worker.config import WorkerConfig
 from router.config import RequestLimits, RouterConfig
+from router.http.client_tls import client_tls
 
 PER_WORKER = ("host", "port", "advertise", "metrics_port", "worker_id")  # not one value for all workers
 BACKOFF_S = (1.0, 30.0)
@@ -48,6 +51,7 @@ class ClusterConfig:
     engine: EngineConfig
     worker: WorkerConfig
     limits: RequestLimits = RequestLimits()
+    security: SecurityConfig = SecurityConfig()
 
     @classmethod
     def from_arguments(cls, arguments: argparse.Namespace) -> "ClusterConfig":
@@ -57,6 +61,7 @@ class ClusterConfig:
             engine=from_arguments(EngineConfig, arguments),
             worker=from_arguments(WorkerConfig, arguments, skip=PER_WORKER),
             limits=from_arguments(RequestLimits, arguments),
+            security=from_arguments(SecurityConfig, arguments),
         )
 
 
@@ -68,7 +73,7 @@ def divided_threads(workers: int) -> list[int]:
 
 def setting_names() -> set[str]:
     """Environment names of all settings of all roles."""
-    kinds = (UpConfig, RouterConfig, RequestLimits, EngineConfig, WorkerConfig, RedisConfig)
+    kinds = (UpConfig, RouterConfig, RequestLimits, EngineConfig, WorkerConfig, RedisConfig, SecurityConfig)
     return {env_of(item) for kind in kinds for item in fields(kind)}
 
 
@@ -112,12 +117,14 @@ def plan(config: ClusterConfig) -> Stages:
             worker_id="" if up.redis_namespace else name,  # two clusters may share one
             drain_timeout=min(config.worker.drain_timeout, drain_s),
         )
-        workers.append(role(name, f"{name.split('-')[0]}_svc", engine, worker, redis))
-    return (*stages, tuple(workers), (role("router", "router", router, config.limits, redis),))
+        workers.append(role(name, f"{name.split('-')[0]}_svc", engine, worker, redis, config.security))
+    return (*stages, tuple(workers), (role("router", "router", router, config.limits, redis, config.security),))
 
 
 def check(config: ClusterConfig) -> None:
     """What would fail anyway fails before anything is started. Raises StartupError."""
+    client_tls(config.router)
+    Security.load(config.security, serves=True)
     if not is_hub_name(config.engine.model):  # those are fetched before, where Ctrl-C can end it
         open_model(config.engine, weights=True)
     check_bindable(config.router.host, config.router.port)

@@ -17,7 +17,18 @@ request_id: ContextVar[str] = ContextVar("request_id", default="")  # of what th
 FORMAT_ENV = "KVRELAY_LOG_FORMAT"
 ROOT = "kvrelay"
 SECRET = frozenset(
-    ("prompt", "prompt_ids", "output_ids", "token_ids", "text", "messages", "api_key", "authorization", "handle_id")
+    (
+        "prompt",
+        "prompt_ids",
+        "output_ids",
+        "token_ids",
+        "text",
+        "messages",
+        "api_key",
+        "authorization",
+        "handle_id",
+        "cluster_key",
+    )
 )
 PLAIN = frozenset(string.ascii_letters + string.digits + "_-+./:@%,[]()")
 

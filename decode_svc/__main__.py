@@ -3,8 +3,10 @@
 import sys
 from collections.abc import Sequence
 
+from common.rpc.channel import channel_opener
 from common.worker.process import Worker, run_worker
 from decode_svc.service import DecodeService
+from kvtransfer.connection import permit_all
 from kvtransfer.reader import KVReader
 from kvtransfer.transport import choose
 
@@ -21,6 +23,8 @@ def start(worker: Worker) -> DecodeService:
         worker.deadlines,
         worker.awake,
         transports=choose(worker.settings.transport),
+        channel=channel_opener(worker.server.security),
+        permit=worker.others.check if worker.calls_whom_it_knows else permit_all,
     )
     return DecodeService(worker, reader)
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from contextvars import copy_context
@@ -19,6 +19,11 @@ from kvtransfer.holder_client import HolderClient
 from kvtransfer.transport import Offer, ReaderTransport, Transport
 
 log = get_logger("kv")
+Permit = Callable[[str, int], Awaitable[None]]  # raises HandoverError for an address and epoch not to be called
+
+
+async def permit_all(address: str, epoch: int) -> None:
+    """Where who answers has to prove itself, or handles come from nobody else."""
 
 
 @dataclass(eq=False, slots=True)
@@ -55,6 +60,7 @@ class Connections:
         transports: Sequence[Transport],
         executor: Executor,
         channel: OpenChannel,
+        permit: Permit = permit_all,
     ) -> None:
         self._fingerprint = fingerprint
         self._layout_id = layout_id
@@ -62,6 +68,7 @@ class Connections:
         self._transports = transports
         self._executor = executor
         self._channel = channel
+        self._permit = permit
         self._current: dict[tuple[str, int], asyncio.Task[Connection]] = {}
         self._background: set[asyncio.Task[Any]] = set()
         self._closed = False
@@ -124,6 +131,7 @@ class Connections:
         connection.watch = asyncio.create_task(self._watch(connection))
 
     async def _connect(self, address: str, epoch: int) -> Connection:
+        await self._permit(address, epoch)
         channel = self._channel(address, self._deadlines)
         client = HolderClient(channel, address, self._deadlines)
         try:

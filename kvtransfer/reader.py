@@ -10,7 +10,7 @@ from common.errors import FingerprintMismatch, HandoverError, WorkerLost
 from common.layout import KVLayout
 from common.rpc.channel import OpenChannel, open_channel
 from kvtransfer.claim import Claim, Clock, CopyProgress, Sleep
-from kvtransfer.connection import Connections
+from kvtransfer.connection import Connections, Permit, permit_all
 from kvtransfer.handle import KVHandle
 from kvtransfer.transport import BlockMemory, Transport, choose
 
@@ -35,6 +35,7 @@ class KVReader:
         *,
         transports: Sequence[Transport] | None = None,
         channel: OpenChannel = open_channel,
+        permit: Permit = permit_all,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
         self.num_claims = 0
@@ -53,6 +54,7 @@ class KVReader:
             transports=choose() if transports is None else transports,
             executor=self._executor,
             channel=channel,
+            permit=permit,
         )
 
     @property

@@ -21,6 +21,9 @@ from common.listening import listen
 from common.model.open import open_model
 from common.model.source import tokenizer_id
 from common.role import announce_ready, run_role, stop_on_signals
+from common.rpc.channel import channel_opener
+from common.rpc.config import SecurityConfig
+from common.rpc.security import Security
 from common.settings import from_arguments, listed
 from common.tasks import end, until
 from common.text.text_model import TextModel
@@ -28,6 +31,7 @@ from router.app import build_app, build_runner
 from router.config import RequestLimits, RouterConfig
 from router.fleet.prefix_index import PrefixIndex
 from router.fleet.workers import Workers
+from router.http.client_tls import client_tls
 from router.metrics import RouterMetrics
 from router.pipeline.pipeline import Pipeline
 
@@ -46,6 +50,8 @@ async def run(arguments: argparse.Namespace) -> int:
     settings = from_arguments(RouterConfig, arguments)
     redis_settings = from_arguments(RedisConfig, arguments)
     deadlines = settings.deadlines()
+    security = Security.load(from_arguments(SecurityConfig, arguments), serves=False)
+    tls = client_tls(settings)
     source = await asyncio.to_thread(open_model, settings, weights=False)
     tokenizer = await asyncio.to_thread(tokenizer_id, source)
     text = await asyncio.to_thread(TextModel.load, source)
@@ -57,7 +63,7 @@ async def run(arguments: argparse.Namespace) -> int:
         redis = await connect(redis_settings.redis_url, deadlines)
         stack.push_async_callback(redis.aclose)
         await prove_access(redis, redis_settings, deadlines, writes=False)
-        registry = Registry(redis, namespace, deadlines)
+        registry = Registry(redis, namespace, deadlines, key=security.key)
         index = PrefixIndex(redis, namespace, deadlines, registry.outage)
         awake = AwakeClock()
         workers = Workers(
@@ -67,6 +73,7 @@ async def run(arguments: argparse.Namespace) -> int:
             deadlines,
             awake,
             metrics,
+            channel_opener(security),
             max_unsplit_tokens=settings.max_unsplit_tokens,
             stranger=partial(stranger, names={name}, tokenizer=tokenizer),
             strict_numerics=settings.strict_numerics,
@@ -93,16 +100,17 @@ async def run(arguments: argparse.Namespace) -> int:
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         for listening in listen(settings.host, settings.port, backlog=settings.backlog):
-            await web.SockSite(runner, listening, backlog=settings.backlog).start()
+            await web.SockSite(runner, listening, backlog=settings.backlog, ssl_context=tls).start()
         stop = stop_on_signals()
         await workers.settle()
-        announce_ready("router", f"http://{join_address(*runner.addresses[0][:2])}")
+        scheme = "http" if tls is None else "https"
+        announce_ready("router", f"{scheme}://{join_address(*runner.addresses[0][:2])}")
         await until(stop, following, indexing, ticking)
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_role("router", (RouterConfig, RequestLimits, RedisConfig), run, argv)
+    return run_role("router", (RouterConfig, RequestLimits, RedisConfig, SecurityConfig), run, argv)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,10 @@ class RouterConfig(ModelSettings):
         None, "longest prompt plus output, tokens (default: the model's own)", within=POSITIVE
     )
     api_key: str = setting("", "keys that clients must show one of, comma-separated (default: none)", secret=True)
+    ssl_certfile: str = setting("", "PEM certificate chain: clients then speak HTTPS")
+    ssl_keyfile: str = setting("", "PEM key of that certificate")
+    ssl_keyfile_password: str = setting("", "of an encrypted key", secret=True)
+    ssl_ca_certs: str = setting("", "PEM certificates that clients' own must come from (default: they need none)")
     allowed_origins: str = setting("", "origins that browsers may call from, comma-separated, or * (default: none)")
     max_unsplit_tokens: int = setting(
         32, "prompts with so few uncached tokens may skip the prefill pool, where that is quicker", within=(0, None)

@@ -19,8 +19,10 @@ from typing import Any, cast
 from redis.asyncio import Redis
 
 from common.address import is_address
+from common.cluster_key import ClusterKey
 from common.deadlines import Deadlines
 from common.discovery.redis_client import Outage, raise_if_cancelled
+from common.discovery.signed_records import BadSignature, check, signed
 from common.errors import RedisUnreachable
 from common.log import get_logger, log_event
 
@@ -99,10 +101,19 @@ def _short(value: object) -> str:
 
 
 class Registry:
-    """One cluster's workers."""
+    """One cluster's workers. With a key records are signed, and those that are not are ignored."""
 
-    def __init__(self, redis: Redis, namespace: str, deadlines: Deadlines, outage: Outage | None = None) -> None:
+    def __init__(
+        self,
+        redis: Redis,
+        namespace: str,
+        deadlines: Deadlines,
+        outage: Outage | None = None,
+        *,
+        key: ClusterKey | None = None,
+    ) -> None:
         self.outage = outage or Outage()
+        self._cluster_key = key
         self._redis = redis
         self._namespace = namespace
         self._deadlines = deadlines
@@ -114,9 +125,11 @@ class Registry:
         """Says once that this worker is there. Raises RedisUnreachable."""
         if record.member in self._left:
             record = replace(record, leaving=True)
+        text, key = record.to_json(), self._cluster_key
+        text = text if key is None else signed(text, self._namespace, key)
         with self.outage.noticed("registry"):
             async with self._redis.pipeline(transaction=True) as pipe:
-                pipe.set(self._key(record.member), record.to_json(), px=self._life_ms)
+                pipe.set(self._key(record.member), text, px=self._life_ms)
                 pipe.sadd(f"{self._namespace}:workers", record.member)
                 pipe.pexpire(f"{self._namespace}:workers", self._life_ms)
                 await pipe.execute()
@@ -170,11 +183,14 @@ class Registry:
 
     def _parsed(self, member: str, text: bytes) -> WorkerRecord | None:
         try:
+            if self._cluster_key is not None:
+                check(text, self._namespace, self._cluster_key)
             record = WorkerRecord.from_json(text)
         except (ValueError, RecursionError) as error:
             if member not in self._malformed:
                 self._malformed.add(member)
-                log_event(LOGGER, logging.WARNING, "skipped a malformed record", worker=member, reason=str(error))
+                what = "ignored a forged record" if isinstance(error, BadSignature) else "skipped a malformed record"
+                log_event(LOGGER, logging.WARNING, what, worker=member, reason=str(error))
             return None
         self._malformed.discard(member)
         return record

@@ -1,6 +1,8 @@
 """What every gRPC server and channel here has in common: limits, keepalive, health and a clean stop."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -9,6 +11,10 @@ from common.address import join_address
 from common.deadlines import Deadlines
 from common.errors import AddressInUse
 from common.listening import check_bindable
+from common.rpc.keyed_channel import KeyedChannel
+from common.rpc.keyed_server import KeyedServer
+from common.rpc.pb import cluster_pb2_grpc
+from common.rpc.security import OPEN, Security
 
 MAX_MESSAGE_BYTES = 64 * 2**20  # a submission of a million tokens has 5 MB
 Options = Sequence[tuple[str, int]]
@@ -54,16 +60,34 @@ def server_options(deadlines: Deadlines) -> Options:
     ]
 
 
-def open_channel(address: str, deadlines: Deadlines) -> grpc.aio.Channel:
+def open_channel(address: str, deadlines: Deadlines, security: Security = OPEN) -> grpc.aio.Channel:
     """A channel to host:port; it connects with the first call."""
-    return grpc.aio.insecure_channel(address, options=channel_options(deadlines))
+    channel = _plain_channel(address, deadlines, security)
+    return channel if security.key is None else KeyedChannel(channel, address, security.key, deadlines)
+
+
+def channel_opener(security: Security) -> OpenChannel:
+    """open_channel for a process that was told how to prove and protect its calls."""
+    return partial(open_channel, security=security)
+
+
+def _plain_channel(address: str, deadlines: Deadlines, security: Security) -> grpc.aio.Channel:
+    if security.tls is None:
+        return grpc.aio.insecure_channel(address, options=channel_options(deadlines))
+    options: list[tuple[str, Any]] = [*channel_options(deadlines), *security.tls.channel_options()]
+    return grpc.aio.secure_channel(address, security.tls.channel_credentials(), options=options)
 
 
 class GrpcServer:
     """A server with the health service: add servicers to `server`, start(), then set_serving(True)."""
 
-    def __init__(self, host: str, port: int, deadlines: Deadlines) -> None:
-        self.server = grpc.aio.server(options=server_options(deadlines))
+    def __init__(self, host: str, port: int, deadlines: Deadlines, security: Security = OPEN) -> None:
+        self.security = security
+        self._keyed = None if security.key is None else KeyedServer(security.key, deadlines)
+        interceptors = [self._keyed] if self._keyed else []
+        self.server = grpc.aio.server(options=server_options(deadlines), interceptors=interceptors)
+        if self._keyed:
+            cluster_pb2_grpc.add_ClusterServicer_to_server(self._keyed, self.server)  # type: ignore[no-untyped-call]
         self.port = port  # after bind() the one that is bound
         self._host = host
         self._bound = False
@@ -79,7 +103,11 @@ class GrpcServer:
         """Takes the port; nothing is answered yet. Raises AddressInUse, or ConfigError for an impossible address."""
         check_bindable(self._host, self.port)  # gRPC doesn't say what is wrong, and takes a part for success
         try:
-            self.port = self.server.add_insecure_port(self.address)
+            tls = self.security.tls
+            if tls is None:
+                self.port = self.server.add_insecure_port(self.address)
+            else:
+                self.port = self.server.add_secure_port(self.address, tls.server_credentials())
         except RuntimeError as error:  # another process was quicker than the check
             raise AddressInUse(f"can't bind {self.address}", field="port") from error
         self._bound = True

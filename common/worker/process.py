@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from common.block_hash import BLOCK_SIZE
 from common.deadlines import Deadlines
 from common.discovery.cache_events import CacheEventPublisher
 from common.discovery.config import RedisConfig
+from common.discovery.known_workers import KnownWorkers
 from common.discovery.redis_access import prove_access
 from common.discovery.redis_client import Outage, connect
 from common.discovery.registry import Registry, WorkerRecord
@@ -33,6 +34,8 @@ from common.memory import proportional_bytes
 from common.progress_bar import progress
 from common.role import announce_ready, run_role, stop_on_signals
 from common.rpc.channel import GrpcServer
+from common.rpc.config import SecurityConfig
+from common.rpc.security import Security
 from common.settings import from_arguments
 from common.tasks import end, watch
 from common.version import VERSION
@@ -70,10 +73,16 @@ class Worker:
     health: Health
     clock: Callable[[], float]
     awake: AwakeClock  # for what is expected of others in time
+    others: KnownWorkers = field(default_factory=KnownWorkers)  # whom it may call
 
     @property
     def engine(self) -> Engine:
         return self.built.engine
+
+    @property
+    def calls_whom_it_knows(self) -> bool:
+        """Whether the registry says whom it may call; with a key, holders prove themselves."""
+        return self.info.role == "decode" and self.server.security.key is None
 
 
 class Service(Protocol):
@@ -118,12 +127,14 @@ def run_worker(
         settings = from_arguments(WorkerConfig, arguments)
         redis_settings = from_arguments(RedisConfig, arguments)
         deadlines = settings.deadlines()
+        security = Security.load(from_arguments(SecurityConfig, arguments), serves=True)
         check_reachable(settings)
         async with AsyncExitStack() as stack:
             redis = await connect(redis_settings.redis_url, deadlines)
             stack.push_async_callback(redis.aclose)
             await prove_access(redis, redis_settings, deadlines, writes=True)
-            server = GrpcServer(settings.host, settings.port, deadlines)
+            server = GrpcServer(settings.host, settings.port, deadlines, security)
+            security.warn_if_open(settings.host)
             server.bind()
             stack.push_async_callback(server.stop)
             with progress("loading weights") as show:
@@ -146,7 +157,7 @@ def run_worker(
                 await stop.wait()
         return 0
 
-    return run_role(role, (EngineConfig, WorkerConfig, RedisConfig), main, argv)
+    return run_role(role, (EngineConfig, WorkerConfig, RedisConfig, SecurityConfig), main, argv)
 
 
 def make_worker(
@@ -187,7 +198,7 @@ async def running(
     """
     info, built, settings, health = worker.info, worker.built, worker.settings, worker.health
     deadlines, metrics = worker.deadlines, worker.metrics
-    registry = Registry(redis, namespace, deadlines)
+    registry = Registry(redis, namespace, deadlines, key=worker.server.security.key)
     publisher = CacheEventPublisher(
         redis, namespace, info.worker_id, info.epoch, worker.engine.cached_hashes, deadlines, registry.outage
     )
@@ -250,6 +261,8 @@ async def running(
         "health": _watch(worker),
         "clock": worker.awake.run(),
     }
+    if worker.calls_whom_it_knows:
+        loops["other workers"] = worker.others.follow(registry, deadlines)
     tasks = [watch(asyncio.create_task(work), partial(on_death, f"the loop of {n}")) for n, work in loops.items()]
     try:
         yield record

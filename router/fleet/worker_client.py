@@ -88,6 +88,7 @@ class WorkerClient:
         self.draining = False
         self.obsolete = False  # another worker answers at its address: this life is over
         self.connected = False
+        self._told = False  # how it was or why it was not connected at first
         self._closed = False
         self._router_id = router_id
         self._deadlines = deadlines
@@ -186,6 +187,7 @@ class WorkerClient:
                 reason = await self._stream()
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name}: {error.details()}"
+                self._tell_why_not(reason)
             except TimeoutError:
                 reason = "silent"
             finally:
@@ -193,6 +195,12 @@ class WorkerClient:
                 pause_s = first_s if self.connected else min(2 * pause_s, longest_s)
                 self._lose_all(reason)
             await asyncio.sleep(pause_s)
+
+    def _tell_why_not(self, reason: str) -> None:
+        """One line, for who has given the two different keys or certificates."""
+        if not self._told:
+            log_event(log, logging.WARNING, "worker can't be used", worker=self.record.worker_id, reason=reason)
+            self._told = True
 
     def _lose_all(self, reason: str) -> None:
         if self.connected:
@@ -266,7 +274,7 @@ class WorkerClient:
         if (welcome.epoch, welcome.fingerprint) != (self.record.epoch, self.record.fingerprint):
             self.obsolete = True
             return
-        self.connected = True
+        self.connected = self._told = True
         log_event(log, logging.INFO, "worker connected", worker=self.record.worker_id, address=self.record.address)
         self._on_change()
 

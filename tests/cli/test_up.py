@@ -18,6 +18,7 @@ from cluster.plan import ClusterConfig, UpConfig, check, child_environment, divi
 from common.discovery.config import RedisConfig
 from common.engine.config import EngineConfig
 from common.errors import AddressInUse, ConfigError, ModelError
+from common.rpc.config import SecurityConfig
 from common.settings import Bytes, add_arguments, from_arguments
 from common.worker.config import WorkerConfig
 from router.config import RequestLimits, RouterConfig
@@ -55,7 +56,9 @@ def flags_of(command: tuple[str, ...], kind: type):
     """The config that a child would read from its command line."""
     parser = argparse.ArgumentParser()
     add_arguments(
-        parser, *dict.fromkeys((kind, EngineConfig, WorkerConfig, RouterConfig, RequestLimits, RedisConfig)), environ={}
+        parser,
+        *dict.fromkeys((kind, EngineConfig, WorkerConfig, RouterConfig, RequestLimits, RedisConfig, SecurityConfig)),
+        environ={},
     )
     return from_arguments(kind, parser.parse_args(command[command.index("-m") + 2 :]))
 
@@ -111,6 +114,31 @@ def test_the_password_of_redis_reaches_every_role_and_is_in_no_command_line_and_
     assert [spec.env["KVRELAY_REDIS_URL"] for spec in specs] == [url] * 3
     assert not any("s3cret" in " ".join(spec.command) for spec in specs)
     assert "s3cret" not in repr(cluster) + repr(specs)
+
+
+def test_the_cluster_key_reaches_routers_and_workers_and_is_in_no_command_line(monkeypatch):
+    monkeypatch.setenv("KVRELAY_CLUSTER_KEY", "of another cluster")
+    security = SecurityConfig(cluster_key="a s3cret of this one", tls_ca_certfile="ca.pem")
+    (redis,), (*workers,), (router,) = plan(replace(config(UpConfig()), security=security))
+    for spec in (*workers, router):
+        assert spec.env["KVRELAY_CLUSTER_KEY"] == security.cluster_key
+        assert "--tls-ca-certfile=ca.pem" in spec.command
+    assert "KVRELAY_CLUSTER_KEY" not in redis.env
+    assert not any("s3cret" in " ".join(spec.command) for spec in (redis, *workers, router))
+
+
+@pytest.mark.parametrize(
+    ("changes", "flag"),
+    [
+        ({"security": SecurityConfig(cluster_key="short")}, "cluster_key"),
+        ({"security": SecurityConfig(tls_certfile="nowhere")}, "tls_keyfile"),
+        ({"router": RouterConfig(model="m", port=0, ssl_certfile="nowhere")}, "ssl_keyfile"),
+    ],
+)
+def test_keys_and_certificates_are_looked_at_before_anything_starts(changes, flag):
+    with pytest.raises(ConfigError) as caught:
+        check(replace(config(), **changes))
+    assert caught.value.field == flag
 
 
 def test_a_random_namespace_is_shared_by_one_cluster_and_no_other():

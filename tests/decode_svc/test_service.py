@@ -494,7 +494,7 @@ def handle_of(first: prefill_pb2.FirstTokens, **changes: Any) -> kv_pb2.KVHandle
         ({"id": bytes(15)}, "handover_failed", "handle.id"),
         ({"fingerprint": "another"}, "fingerprint_mismatch", "fingerprint"),
         ({"layout_id": "another"}, "fingerprint_mismatch", "layout_id"),
-        ({"address": "127.0.0.1:1"}, "handover_failed", ""),
+        ({"address": "127.0.0.1:1"}, "handover_failed", "handle.address"),
         ({"address": "nonsense"}, "handover_failed", "handle.address"),
         ({"num_tokens": 39}, "invalid_request", "handle"),
         ({"num_tokens": 41}, "invalid_request", "handle"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -50,7 +51,7 @@ class FakeRouter:
 
 
 @asynccontextmanager
-async def running_router() -> AsyncIterator[FakeRouter]:
+async def running_router(tls: ssl.SSLContext | None = None) -> AsyncIterator[FakeRouter]:
     """A FakeRouter that listens at `url`."""
     fake = FakeRouter()
     app = web.Application()
@@ -58,8 +59,8 @@ async def running_router() -> AsyncIterator[FakeRouter]:
     runner = web.AppRunner(app, shutdown_timeout=0)
     await runner.setup()
     try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        fake.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        await web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls).start()
+        fake.url = f"{'https' if tls else 'http'}://127.0.0.1:{runner.addresses[0][1]}"
         yield fake
     finally:
         fake.closing.set()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -77,6 +78,7 @@ async def serve(
     pipeline: FakePipeline | None = None,
     ready: Callable[[], tuple[bool, str]] = lambda: (True, ""),
     deadlines: Deadlines | None = None,
+    tls: ssl.SSLContext | None = None,
     **options: Any,
 ) -> AsyncIterator[Served]:
     pipeline = pipeline or FakePipeline(*steps)
@@ -94,12 +96,12 @@ async def serve(
     )
     runner = build_runner(app, shutdown_timeout_s=1.0)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls)
     await site.start()
     host, port = runner.addresses[0]
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(PATIENCE_S)) as session:
-            served = Served(f"http://{host}:{port}", session, pipeline, metrics)
+            served = Served(f"{'https' if tls else 'http'}://{host}:{port}", session, pipeline, metrics)
             served.guards = app[CONNECTIONS].guards
             yield served
     finally:

@@ -16,7 +16,8 @@ from common.discovery.redis_client import connect
 from common.discovery.registry import Registry
 from common.engine.build import build_engine
 from common.engine.config import EngineConfig
-from common.rpc.channel import GrpcServer
+from common.rpc.channel import GrpcServer, channel_opener
+from common.rpc.security import OPEN, Security
 from common.sampling import SamplingParams
 from common.settings import Bytes
 from common.tasks import end
@@ -164,6 +165,7 @@ async def local_cluster(
     max_model_len: int = 256,
     deadlines: Deadlines | None = None,
     transport: str = "auto",
+    security: Security = OPEN,
 ) -> AsyncIterator[LocalCluster]:
     """A cluster whose chunks and pools are small, so that borders are met and memory gets short."""
     deadlines = deadlines or Deadlines()
@@ -185,7 +187,7 @@ async def local_cluster(
             settings = replace(WorkerConfig(), worker_id=worker_id, transport=transport)
             life = AsyncExitStack()
             stack.push_async_callback(life.aclose)
-            server = GrpcServer(settings.host, port, deadlines)
+            server = GrpcServer(settings.host, port, deadlines, security)
             server.bind()
             life.push_async_callback(server.stop)
             built = build_engine(
@@ -204,7 +206,9 @@ async def local_cluster(
         local = [await start(role, f"{role}-{index}") for role, index in names]
         index_ = PrefixIndex(redis, namespace, deadlines)
         metrics = RouterMetrics("test")
-        workers = Workers(Registry(redis, namespace, deadlines), index_, "router-0", deadlines, time.monotonic, metrics)
+        registry = Registry(redis, namespace, deadlines, key=security.key)
+        opener = channel_opener(security)
+        workers = Workers(registry, index_, "router-0", deadlines, time.monotonic, metrics, opener)
         stack.push_async_callback(workers.close)
         tasks = [asyncio.create_task(workers.run()), asyncio.create_task(index_.run())]
         pipeline = Pipeline(workers, TextModel.load(model), metrics, deadlines, time.monotonic)

@@ -120,6 +120,8 @@ def test_what_keeps_a_worker_down_is_one_line(model: Path, redis_server: RedisSe
             (r".*Mamba.*", {"model": broken_model(model, tmp_path / "mamba", "architecture")}),
             (r".*KV pool.*max_model_len.*", {"kv_cache_memory": "64Ki"}),
             (r"no transport 'pigeon'.*", {"transport": "pigeon"}),
+            (r"the cluster key must have at least 16 characters, got 6", {"cluster_key": "s3cret"}),
+            (r"--tls-keyfile: is needed with --tls-certfile", {"tls_certfile": "chain.pem"}),
             (r"--host: can't bind \[10.0.0.5\]:0: .*", {"host": "[10.0.0.5]"}),
             (r"--advertise must be host:port: 'http://here' .*", {"advertise": "http://here"}),
             (r"--advertise must be host:port: 'fd00::1:7001' .*", {"advertise": "fd00::1:7001"}),

@@ -12,16 +12,18 @@ from typing import Any
 import grpc
 import pytest
 
+from common.cluster_key import ClusterKey
 from common.deadlines import Deadlines
 from common.discovery.registry import WorkerRecord
 from common.errors import EngineFailure, InvalidRequest, KVRelayError, Timeout, WorkerLost
-from common.rpc.channel import server_options
+from common.rpc.channel import GrpcServer, server_options
 from common.rpc.pb import decode_pb2, prefill_pb2, types_pb2
+from common.rpc.security import Security
 from router.fleet.worker_client import AttemptStream, WorkerClient
 from tests.support.fake_cluster import QUICK, Clock, cancelled_at_turn, no_task_left
 from tests.support.fake_turns import Turn, Words, a_token, accepting, honest, silent
 from tests.support.fake_workers import FakeWorker
-from tests.support.redis_tools import eventually
+from tests.support.redis_tools import a_record, eventually
 
 PATIENCE_S = 5.0
 
@@ -512,3 +514,23 @@ async def test_cancelled_at_any_turn_an_attempt_is_gone() -> None:
             await eventually(lambda: not pair.fake.running and not pair.fake.words.held)
             assert (pair.client.in_flight, pair.client.charged_tokens) == (0, 0)
         assert turn > 3
+
+
+async def test_a_worker_that_refuses_this_router_is_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    """The router has no key, and the worker wants one."""
+    tries: list[None] = []
+    async with no_task_left():
+        server = GrpcServer("127.0.0.1", 0, QUICK, Security(ClusterKey("the key of this cluster")))
+        await server.start()
+        record = a_record(address=server.address)
+        client = WorkerClient(record, "router-0", QUICK, Clock(), lambda: tries.append(None))
+        try:
+            await eventually(lambda: len(tries) >= 3)
+            assert not client.connected
+        finally:
+            await client.close()
+            await server.stop()
+    lines = [record for record in caplog.records if record.getMessage() == "worker can't be used"]
+    assert [record.values["reason"] for record in lines] == [  # type: ignore[attr-defined]
+        "UNAUTHENTICATED: this worker asks for the cluster key"
+    ]
