@@ -7,8 +7,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from cli.first_process import leave_first_place
 from common.errors import KVRelayError
-from common.first_process import leave_first_place
 from common.version import VERSION
 
 COMMANDS = {

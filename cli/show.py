@@ -7,8 +7,8 @@ from typing import Any
 
 from common.block_hash import BLOCK_SIZE
 from common.engine.config import EngineConfig
+from common.engine.memory import MemoryPlan
 from common.layout import DTYPE_BYTES
-from common.memory import MemoryPlan
 from common.model.config import parse_config
 from common.model.end_tokens import read_generation
 from common.model.fingerprint import fingerprint

@@ -18,18 +18,12 @@ from common.engine.config import EngineConfig
 from common.engine.engine import Engine
 from common.engine.kv_pool import HostKVPool
 from common.engine.limits import SchedulerConfig
+from common.engine.memory import MemoryPlan, choose_num_blocks, peak_resident_bytes, reset_peak, resident_bytes
 from common.engine.runner import ModelRunner
 from common.engine.sampler import Sampler
 from common.engine.scheduler import Scheduler
 from common.engine.sequence import Sequence
 from common.layout import KVLayout
-from common.memory import (
-    MemoryPlan,
-    choose_num_blocks,
-    peak_resident_bytes,
-    reset_peak,
-    resident_bytes,
-)
 from common.model.config import ModelConfig, parse_config
 from common.model.end_tokens import read_generation
 from common.model.fingerprint import fingerprint

@@ -11,9 +11,9 @@ from typing import Protocol
 
 import torch
 
+from common.engine.memory import available_memory
 from common.errors import StartupError
 from common.layout import KVLayout
-from common.memory import available_memory
 
 HEADER_BYTES = 4096  # in front of a shared pool's blocks
 NONCE_BYTES = 32  # at the very start of the header

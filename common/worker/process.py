@@ -28,9 +28,9 @@ from common.engine.batch import StepOutput
 from common.engine.build import BuiltEngine, build_engine
 from common.engine.config import EngineConfig
 from common.engine.engine import Engine, EngineLoop
+from common.engine.memory import proportional_bytes
 from common.errors import EngineFailure, RedisUnreachable
 from common.log import get_logger, log_event
-from common.memory import proportional_bytes
 from common.progress_bar import progress
 from common.role import announce_ready, run_role, stop_on_signals
 from common.rpc.channel import GrpcServer

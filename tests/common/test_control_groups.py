@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from common.control_groups import ControlGroups, usable_cores
-from common.memory import available_memory, memory_limit
+from common.engine.memory import available_memory, memory_limit
 
 MIB, GIB = 2**20, 2**30
 UNLIMITED = 9223372036854771712  # version 1's word for it

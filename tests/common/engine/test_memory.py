@@ -2,9 +2,9 @@
 
 import pytest
 
-from common import memory
+from common.engine import memory
+from common.engine.memory import MemoryPlan, available_memory, choose_num_blocks, memory_limit
 from common.errors import ConfigError
-from common.memory import MemoryPlan, available_memory, choose_num_blocks, memory_limit
 
 GIB = 2**30
 MIB = 2**20

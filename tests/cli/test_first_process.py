@@ -10,7 +10,7 @@ from tests.support.process_tools import first_of, needs_namespaces
 
 PROGRAM = """
 import os, signal, subprocess, sys, time
-from common.first_process import leave_first_place
+from cli.first_process import leave_first_place
 leave_first_place()
 {body}
 """
