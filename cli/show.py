@@ -49,7 +49,7 @@ def describe(settings: EngineConfig) -> Shown:
     parameters = sum(math.prod(tensor.shape) for tensor in tensors)
     revision, mapped = source.revision(), all(DTYPES.get(tensor.dtype) == dtype for tensor in tensors)
     return Shown(
-        name=settings.served_model_name or source.name,
+        name=settings.names(source)[0],
         path=str(source.path),
         architecture=config.architecture,
         parameters=parameters,

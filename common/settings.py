@@ -41,12 +41,14 @@ def setting(
     within: tuple[float | None, float | None] = (None, None),
     flag: str = "",
     secret: bool = False,
+    repeats: bool = False,
 ) -> Any:
     """A dataclass field with its help text and bounds (both inclusive); default MISSING makes it required.
 
-    A secret is in no repr and, to other processes, only in their environment.
+    A secret is in no repr and, to other processes, only in their environment. One that repeats is a text of
+    comma-separated items, of which each flag may give some.
     """
-    metadata = {"help": help, "choices": choices, "within": within, "flag": flag, "secret": secret}
+    metadata = {"help": help, "choices": choices, "within": within, "flag": flag, "secret": secret, "repeats": repeats}
     return field(default=default, metadata=metadata, repr=not secret)
 
 
@@ -83,6 +85,20 @@ def _argument_of(kind: type) -> Callable[[str], Any]:
     return parse
 
 
+class _Repeated(argparse.Action):
+    """Flags of one name, joined by commas; the first takes the default's place."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, values if before is self.default else f"{before},{values}")
+
+
 def flag_of(item: Field[Any]) -> str:
     """The command-line flag of a field, without its dashes."""
     return str(item.metadata["flag"] or item.name.replace("_", "-"))
@@ -115,6 +131,8 @@ def add_arguments(
             if text is not None:
                 default = _from_env(item, text, kind)
             options: dict[str, Any] = {"default": default, "help": item.metadata["help"], "dest": item.name}
+            if item.metadata["repeats"]:
+                options["action"] = _Repeated
             if kind is bool:
                 options["action"] = argparse.BooleanOptionalAction
             else:

@@ -56,8 +56,8 @@ async def run(arguments: argparse.Namespace) -> int:
     tokenizer = await asyncio.to_thread(tokenizer_id, source)
     text = await asyncio.to_thread(TextModel.load, source)
     max_model_len = text.config.context_length(settings.max_model_len)
-    name = settings.served_model_name or source.name
-    metrics = RouterMetrics(name)
+    names = settings.names(source)
+    metrics = RouterMetrics(names[0])
     namespace = redis_settings.redis_namespace
     async with AsyncExitStack() as stack:
         redis = await connect(redis_settings.redis_url, deadlines)
@@ -87,7 +87,7 @@ async def run(arguments: argparse.Namespace) -> int:
         app = build_app(
             pipeline,
             text,
-            model_name=name,
+            model_names=names,
             max_model_len=max_model_len,
             deadlines=deadlines,
             ready=workers.ready,

@@ -6,14 +6,15 @@ failure is an HTTP status, after it an error event. A client that leaves closes 
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
 
 from common.deadlines import Deadlines
-from common.errors import KVRelayError, RequestTimeout
+from common.errors import Cancelled, KVRelayError, RequestTimeout
 from common.text.text_model import TextModel
 from router.config import RequestLimits
 from router.http.access import allow_origins, answer_preflight, require_key
@@ -68,21 +69,19 @@ class Api:
         pipeline: DeltaSource,
         text: TextModel,
         *,
-        model_name: str,
+        model_names: Sequence[str],
         max_model_len: int,
         limits: RequestLimits,
         deadlines: Deadlines,
         now: Callable[[], float],
-        pages: Pages,
     ) -> None:
         self._pipeline = pipeline
         self._text = text
-        self._model_name = model_name
+        self._model_names = model_names
         self._deadlines = deadlines
         self._now = now
-        self._pages = pages
-        self._builder = RequestBuilder(text, max_model_len, limits)
-        self._tokenizing = Tokenizing(text, max_model_len)
+        self._builder = RequestBuilder(text, max_model_len, model_names, limits)
+        self._tokenizing = Tokenizing(text, max_model_len, model_names)
 
     def routes(self) -> list[web.RouteDef]:
         return [
@@ -111,6 +110,11 @@ class Api:
             return events.response if events.started else web.Response(status=CLIENT_LEFT)
         except TimeoutError:
             error: KVRelayError = RequestTimeout(f"the request took more than {self._deadlines.request_s:g} s")
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            error = Cancelled("the generation was cancelled")  # by somebody below
         except Exception as caught:
             if not events.started:
                 raise
@@ -126,25 +130,35 @@ class Api:
         options = request.stream_options
         with_usage = options is not None and options.include_usage
         with_report = http.headers.get("X-KVRelay-Report") == "1"
-        reply = endpoint.reply(request, generations, self._text, self._model_name, int(self._now()))
+        reply = endpoint.reply(
+            request, generations, self._text, request.model or self._model_names[0], int(self._now())
+        )
         scored = any(one.request.params.prompt_logprobs is not None for one in generations)  # replies may be huge
-        async with MergedDeltas([self._deltas(one) for one in generations]) as deltas:
+        async with self._running(generations) as deltas:
             if not request.stream:
-                async for item in deltas.items(None):
-                    if item is not None:
-                        reply.add(*item)
+                async for item in deltas:
+                    reply.add(*item)
                 whole = await asyncio.to_thread(reply.whole, with_report) if scored else reply.whole(with_report)
                 return json_reply(whole, headers=server_timing([one.report for one in generations]))
-            async for item in deltas.items(self._deadlines.keepalive_s):
-                if not events.started:
-                    await events.start({} if item is None else server_timing([one.report for one in generations]))
-                if item is None:
-                    await events.keep_alive()
-                else:
+            async with events.kept_alive(self._deadlines.keepalive_s):
+                async for item in deltas:
+                    if not events.started:
+                        await events.start(server_timing([one.report for one in generations]))
                     await events.send(await asyncio.to_thread(reply.chunks, *item) if scored else reply.chunks(*item))
         last = [reply.last_chunk(with_report)] if with_usage or with_report else []
         await events.send([*last, DONE])
         return events.response
+
+    @asynccontextmanager
+    async def _running(self, generations: Sequence[Generation]) -> AsyncIterator[AsyncIterator[tuple[int, Delta]]]:
+        """Runs them while it is entered: (number of the generation, delta) as they come. A chat has one generation."""
+        sources = [self._deltas(one) for one in generations]
+        if len(sources) > 1:
+            async with MergedDeltas(sources) as merged:
+                yield merged.items()
+        else:
+            async with aclosing(sources[0]) as source, aclosing((0, delta) async for delta in source) as numbered:
+                yield numbered
 
     def _deltas(self, generation: Generation) -> AsyncGenerator[Delta, None]:
         deltas = self._pipeline.generate(generation)
@@ -158,7 +172,6 @@ class Api:
     def _prepare(self, endpoint: Endpoint, body: bytes) -> tuple[Request, list[GenerationRequest]]:
         """Everything that depends on the request alone; may run in any thread."""
         request = parse(endpoint.request, body)
-        self._pages.check_model(request.model)
         return request, endpoint.build(self._builder, request)
 
     async def _tokenize(self, http: web.Request) -> web.Response:
@@ -168,24 +181,20 @@ class Api:
         return json_reply(await self._with_body(http, self._detokenized))
 
     def _tokenized(self, body: bytes) -> str:
-        request = parse(TokenizeRequest, body)
-        self._pages.check_model(request.model)
-        return self._tokenizing.tokenize(request).model_dump_json()
+        return self._tokenizing.tokenize(parse(TokenizeRequest, body)).model_dump_json()
 
     def _detokenized(self, body: bytes) -> str:
-        request = parse(DetokenizeRequest, body)
-        self._pages.check_model(request.model)
-        return self._tokenizing.detokenize(request).model_dump_json()
+        return self._tokenizing.detokenize(parse(DetokenizeRequest, body)).model_dump_json()
 
     async def _openapi(self, _: web.Request) -> web.Response:
-        return json_reply(describe(self._model_name))
+        return json_reply(describe(*self._model_names))
 
 
 def build_app(
     pipeline: DeltaSource,
     text: TextModel,
     *,
-    model_name: str,
+    model_names: Sequence[str],
     max_model_len: int,
     deadlines: Deadlines,
     ready: Callable[[], tuple[bool, str]],
@@ -195,18 +204,18 @@ def build_app(
     api_keys: Collection[str] = (),
     allowed_origins: Collection[str] = (),
 ) -> web.Application:
-    """The application. `ready` says whether workers could serve a request now and, where not, why."""
+    """The application, of one model with these names. `ready` says whether workers could serve it, or why not."""
     limits = limits or RequestLimits()
-    pages = Pages(ModelCard(id=model_name, created=int(now()), max_model_len=max_model_len), ready, metrics)
+    cards = [ModelCard(id=name, created=int(now()), max_model_len=max_model_len) for name in model_names]
+    pages = Pages(cards, ready, metrics)
     api = Api(
         pipeline,
         text,
-        model_name=model_name,
+        model_names=model_names,
         max_model_len=max_model_len,
         limits=limits,
         deadlines=deadlines,
         now=now,
-        pages=pages,
     )
     connections = ClientConnections(deadlines)
     middlewares = [
@@ -218,7 +227,9 @@ def build_app(
     app = web.Application(client_max_size=limits.max_body_size, middlewares=middlewares)
     app[CONNECTIONS], app[DEADLINES], app[LIMITS] = connections, deadlines, limits
     app.add_routes([*api.routes(), *pages.routes()])
-    app.on_response_prepare.extend([add_request_id, allow_origins(allowed_origins)])
+    app.on_response_prepare.append(add_request_id)
+    if allowed_origins:
+        app.on_response_prepare.append(allow_origins(allowed_origins))
     return app
 
 

@@ -104,7 +104,7 @@ def build_engine(
         pool=pool,
         model=model,
         layout=layout,
-        name=settings.served_model_name or source.name,
+        name=settings.names(source)[0],
         weights_bytes=weights.num_bytes,
         model_revision=revision,
         fingerprint=fingerprint(revision, dtype=dtype, kv_dtype=layout.dtype, layout_id=layout.layout_id),

@@ -18,7 +18,7 @@ from common.model.hub import fetch_from_hub, is_hub_name
 from common.model.json_file import JsonFile
 from common.model.safetensors_header import INDEX_FILE, SINGLE_FILE, TensorInfo
 from common.model.source import ModelSource, TemplateFile
-from common.settings import setting
+from common.settings import listed, setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,15 @@ class ModelSettings:
     load_format: str = setting("auto", "of the weights (auto: what is there)", choices=("auto", "safetensors", "gguf"))
     revision: str | None = setting(None, "branch, tag or commit on the hub (default: its main branch)")
     tokenizer: str | None = setting(None, "another model, for its tokenizer and chat template (default: the model's)")
-    served_model_name: str = setting("", "name in the API and in metrics (default: the model's own)")
+    served_model_name: str = setting(
+        "",
+        "names in the API, comma-separated or repeated; the first is the one in metrics (default: the model's own)",
+        repeats=True,
+    )
+
+    def names(self, source: ModelSource) -> tuple[str, ...]:
+        """What the API calls the model; the first one is its own name elsewhere, too."""
+        return listed(self.served_model_name) or (source.name,)
 
 
 def open_source(

@@ -46,8 +46,8 @@ OF_ANY = (401, 405, 500)
 
 
 @functools.cache
-def describe(model_name: str) -> str:
-    """The description as JSON, of a server of this model."""
+def describe(*names: str) -> str:
+    """The description as JSON, of a server of the model with these names."""
     models: list[tuple[type[BaseModel], JsonSchemaMode]] = [(ErrorBody, "serialization")]
     for _, _, request, reply, _ in ROUTES.values():
         models += [(request, "validation")] if request else []
@@ -56,12 +56,12 @@ def describe(model_name: str) -> str:
     for schema in definitions["$defs"].values():
         if "additionalProperties" in schema and "model" in schema["properties"]:  # a request's
             absent = [] if "model" in schema.get("required", []) else [None]
-            schema["properties"]["model"] = {"enum": [model_name, *absent]}
+            schema["properties"]["model"] = {"enum": [*names, *absent]}
     paths: dict[str, Schema] = {}
     for path, (method, summary, request, reply, streamed) in ROUTES.items():
         operation: Schema = {"operationId": path.strip("/").replace("/", "_"), "summary": summary}
         if "{model}" in path:
-            name = {"name": "model", "in": "path", "required": True, "schema": {"enum": [model_name]}}
+            name = {"name": "model", "in": "path", "required": True, "schema": {"enum": list(names)}}
             operation["parameters"] = [name]
         if request is not None:
             content = {"application/json": {"schema": refs[request, "validation"]}}

@@ -1,17 +1,16 @@
 """Pages that say what is served and how it is: models, version, health, readiness, metrics."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from aiohttp import web
 from pydantic import BaseModel
 
-from common.errors import ModelNotFound
 from common.metrics import metrics_response
 from common.version import VERSION
 from router.http.error_replies import json_reply
 from router.metrics import RouterMetrics
-from router.openai.strict_json import cut
+from router.openai.request_builder import served_name
 
 
 class ModelCard(BaseModel):
@@ -41,10 +40,12 @@ class Readiness(BaseModel):
 
 
 class Pages:
-    """Of one served model."""
+    """Of one served model, a card for each of its names."""
 
-    def __init__(self, card: ModelCard, ready: Callable[[], tuple[bool, str]], metrics: RouterMetrics) -> None:
-        self._card = card
+    def __init__(
+        self, cards: Sequence[ModelCard], ready: Callable[[], tuple[bool, str]], metrics: RouterMetrics
+    ) -> None:
+        self._cards = {card.id: card for card in cards}
         self._ready = ready
         self._metrics = metrics
 
@@ -58,17 +59,11 @@ class Pages:
             web.get("/metrics", self._metrics_page),
         ]
 
-    def check_model(self, name: str | None) -> None:
-        """None: whichever is served. Raises ModelNotFound."""
-        if name not in (None, self._card.id):
-            raise ModelNotFound(f"the model {cut(name or '')} does not exist; there is {self._card.id}", field="model")
-
     async def _models(self, _: web.Request) -> web.Response:
-        return _page(ModelList(data=[self._card]))
+        return _page(ModelList(data=list(self._cards.values())))
 
     async def _model(self, http: web.Request) -> web.Response:
-        self.check_model(http.match_info["model"])
-        return _page(self._card)
+        return _page(self._cards[served_name(http.match_info["model"], list(self._cards))])
 
     async def _version(self, _: web.Request) -> web.Response:
         return _page(Version(version=VERSION))

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any, ClassVar, Generic
 
 from common.text.text_model import TextModel
@@ -62,7 +63,7 @@ class Reply(ABC, Generic[ChoiceType]):
         self._reports = [generation.report for generation in generations]
         self._n = request.n
         self._top_count, self._prompt_top_count = request.top_count, request.prompt_logprobs
-        self._writer = LogprobWriter(text)
+        self._text = text
         options = request.stream_options
         self._usage_in_chunks = options is not None and options.include_usage and options.continuous_usage_stats
         self._sent_tokens = 0
@@ -73,6 +74,10 @@ class Reply(ABC, Generic[ChoiceType]):
             for number, generation in enumerate(generations)
             for k in range(request.n)
         ]
+
+    @cached_property
+    def _writer(self) -> LogprobWriter:
+        return LogprobWriter(self._text)
 
     def add(self, prompt: int, delta: Delta) -> None:
         """Takes in a delta of the whole reply."""

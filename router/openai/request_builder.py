@@ -4,13 +4,14 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from common.errors import ContextLengthExceeded, InvalidRequest
+from common.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from common.model.config import GenerationDefaults
 from common.sampling import SamplingParams
 from common.text.bad_words import bad_word_tokens
 from common.text.text_model import TextModel
 from router.config import RequestLimits
 from router.openai.requests import ChatRequest, CompletionRequest, Request
+from router.openai.strict_json import cut
 from router.pipeline.generation import GenerationRequest
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
@@ -24,6 +25,7 @@ class RequestBuilder:
         self,
         text: TextModel,
         max_model_len: int,
+        model_names: Sequence[str],
         limits: RequestLimits | None = None,
         new_id: Callable[[], str] = lambda: secrets.token_hex(16),
     ) -> None:
@@ -31,6 +33,7 @@ class RequestBuilder:
         self._max_model_len = max_model_len
         self._limits = limits or RequestLimits()
         self._vocab_size = text.config.vocab_size
+        self._model_names = model_names
         self._new_id = new_id
 
     def chat(self, request: ChatRequest) -> list[GenerationRequest]:
@@ -74,10 +77,11 @@ class RequestBuilder:
         self, request: Request, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
     ) -> SamplingParams:
         """Checked before anything is tokenized."""
+        served_name(request.model, self._model_names)
         self._check_limits(request)
         params = replace(
             sampling_params(request, self._text.generation, max_tokens or self._max_model_len, logprobs),
-            bad_words=bad_word_tokens(request.bad_words, self._text),
+            bad_words=bad_word_tokens(request.bad_words, self._text) if request.bad_words else (),
             prompt_logprobs=prompt_logprobs,
         )
         params.validate(self._vocab_size)
@@ -139,6 +143,15 @@ class RequestBuilder:
             priority=request.priority,
             streamed=request.stream,
         )
+
+
+def served_name(wanted: str | None, names: Sequence[str]) -> str:
+    """The name of the served model that a client means; the first where it names none. Raises ModelNotFound."""
+    if wanted is None:
+        return names[0]
+    if wanted not in names:
+        raise ModelNotFound(f"the model {cut(wanted)} does not exist; there is {', '.join(names)}", field="model")
+    return wanted
 
 
 def sampling_params(

@@ -131,7 +131,7 @@ class Request(Wire):
         ("metadata", "store", "service_tier", "user", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
     )
 
-    model: str
+    model: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
     max_tokens: Annotated[Whole, Field(ge=1)] | None = None
     min_tokens: Annotated[Whole, Field(ge=0)] = 0

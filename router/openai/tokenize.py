@@ -1,5 +1,6 @@
 """/tokenize and /detokenize, as vLLM has them."""
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import BaseModel, Field, model_validator
@@ -7,6 +8,7 @@ from pydantic_core import PydanticCustomError
 
 from common.errors import InvalidRequest
 from common.text.text_model import TextModel
+from router.openai.request_builder import served_name
 from router.openai.requests import Message, TokenId
 from router.openai.strict_json import Wire
 
@@ -55,12 +57,14 @@ class DetokenizeReply(BaseModel):
 class Tokenizing:
     """Text to tokens and back, without any worker; may be called from any thread."""
 
-    def __init__(self, text: TextModel, max_model_len: int) -> None:
+    def __init__(self, text: TextModel, max_model_len: int, model_names: Sequence[str]) -> None:
         self._text = text
         self._max_model_len = max_model_len
+        self._model_names = model_names
 
     def tokenize(self, request: TokenizeRequest) -> TokenizeReply:
         """Also of what is longer than the context: it is asked for in order to find out."""
+        served_name(request.model, self._model_names)
         if request.messages is not None:
             messages = [message.for_template() for message in request.messages]
             if sum(len(message["content"]) for message in messages) > MAX_CHARS:
@@ -74,6 +78,7 @@ class Tokenizing:
 
     def detokenize(self, request: DetokenizeRequest) -> DetokenizeReply:
         """Special tokens are written out."""
+        served_name(request.model, self._model_names)
         size = self._text.config.vocab_size
         for number, token_id in enumerate(request.tokens):
             if token_id >= size:

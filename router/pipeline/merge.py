@@ -1,7 +1,7 @@
 """Deltas of several generations in one stream, as they come."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from types import TracebackType
 
@@ -30,16 +30,11 @@ class MergedDeltas:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def items(self, patience_s: float | None) -> AsyncIterator[tuple[int, Delta] | None]:
-        """(number of the generator, delta); None when nothing came for so long; raises what a generator raises."""
+    async def items(self) -> AsyncGenerator[tuple[int, Delta], None]:
+        """(number of the generator, delta); raises what a generator raises."""
         running = len(self._tasks)
         while running:
-            try:
-                async with asyncio.timeout(patience_s):
-                    number, item = await self._queue.get()
-            except TimeoutError:
-                yield None
-                continue
+            number, item = await self._queue.get()
             if isinstance(item, Exception):
                 raise item
             if item is None:

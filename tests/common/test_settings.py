@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -253,3 +254,21 @@ def test_every_setting_is_explained_and_has_a_readable_type():
     assert from_arguments(Every, parse("--text", "t", "--other-name", "2.5", configs=[Every])) == Every("t", 2.5)
     with pytest.raises(argparse.ArgumentError, match="'x' is not a number"):
         parse("--text", "t", "--other-name", "x", configs=[Every])
+
+
+@pytest.mark.parametrize(
+    ("argv", "names"),
+    [
+        ((), ("own",)),
+        (("--served-model-name", "a"), ("a",)),
+        (("--served-model-name", "a, b"), ("a", "b")),
+        (("--served-model-name", "a", "--served-model-name=b,c"), ("a", "b", "c")),
+    ],
+)
+@pytest.mark.parametrize("named", [False, True])
+def test_a_model_has_the_names_of_all_flags_else_of_the_environment_else_its_own(argv, names, named):
+    environ = {"KVRELAY_SERVED_MODEL_NAME": "x,y"} if named else {}
+    settings = engine("--model", "m", *argv, environ=environ)
+    assert settings.names(SimpleNamespace(name="own")) == (("x", "y") if named and not argv else names)
+    again = engine(*to_arguments(settings))
+    assert again == settings

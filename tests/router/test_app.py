@@ -200,3 +200,26 @@ def test_importing_the_app_loads_no_heavy_package() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+NAMES = (MODEL, "alias")
+
+
+@pytest.mark.parametrize(("path", "body"), [*BOTH, ("/tokenize", COMPLETION), ("/detokenize", {"tokens": [5]})])
+async def test_a_model_answers_to_each_of_its_names_and_to_none(text: TextModel, path: str, body: Any) -> None:
+    async with serve(text, *HELLO, model_names=NAMES) as served:
+        for asked, told in (("alias", "alias"), (MODEL, MODEL), (None, MODEL)):
+            response, reply = await served.post(path, {**body, "model": asked})
+            assert (response.status, reply.get("model", told)) == (200, told)
+        response, reply = await served.post(path, {**body, "model": "other"})
+        assert (response.status, reply["error"]["code"]) == (404, "model_not_found")
+        assert "org/tiny, alias" in reply["error"]["message"]
+
+
+async def test_every_name_has_a_card(text: TextModel) -> None:
+    async with serve(text, model_names=NAMES) as served:
+        _, models = await served.get("/v1/models")
+        assert [card["id"] for card in models["data"]] == list(NAMES)
+        for name in NAMES:
+            _, card = await served.get(f"/v1/models/{name}")
+            assert card["id"] == name

@@ -91,7 +91,7 @@ async def http_over(
     app = build_app(
         pipeline,
         text,
-        model_name=NAME,
+        model_names=(NAME,),
         max_model_len=max_model_len,
         deadlines=deadlines or Deadlines(),
         ready=lambda: (True, ""),

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -79,6 +79,7 @@ async def serve(
     ready: Callable[[], tuple[bool, str]] = lambda: (True, ""),
     deadlines: Deadlines | None = None,
     tls: ssl.SSLContext | None = None,
+    model_names: Sequence[str] = (MODEL,),
     **options: Any,
 ) -> AsyncIterator[Served]:
     pipeline = pipeline or FakePipeline(*steps)
@@ -86,7 +87,7 @@ async def serve(
     app = build_app(
         pipeline,
         text,
-        model_name=MODEL,
+        model_names=model_names,
         max_model_len=128,
         deadlines=deadlines or Deadlines(),
         ready=ready,

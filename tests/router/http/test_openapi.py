@@ -57,7 +57,7 @@ def test_every_schema_is_a_schema_and_every_reference_leads_somewhere() -> None:
             assert one["$ref"].removeprefix("#/components/schemas/") in DOCUMENT["components"]["schemas"]
 
 
-@pytest.mark.parametrize(("kind", "models"), [("ChatRequest", [MODEL]), ("TokenizeRequest", [MODEL, None])])
+@pytest.mark.parametrize(("kind", "models"), [("ChatRequest", [MODEL, None]), ("TokenizeRequest", [MODEL, None])])
 def test_the_served_model_is_named(kind: str, models: list[str | None]) -> None:
     assert DOCUMENT["components"]["schemas"][kind]["properties"]["model"] == {"enum": models}
 

@@ -42,6 +42,19 @@ class TestKeepAlive:
         assert (response.status, events[0]) == (200, ": keep-alive")
         assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "no_worker"
 
+    async def test_comments_lose_nothing_and_come_only_into_silence(self, text: TextModel) -> None:
+        pauses = [step for letter in "abcdefgh" for step in (0.02, delta(letter))]
+        async with serve(
+            text, *pauses, delta("", finish_reason="stop"), deadlines=Deadlines(keepalive_s=0.005)
+        ) as busy:
+            _, events = await busy.stream("/v1/completions", COMPLETION)
+        async with serve(text, *pauses, delta("", finish_reason="stop")) as quiet:
+            _, plain = await quiet.stream("/v1/completions", COMPLETION)
+        assert events.count(": keep-alive") > 1
+        assert ": keep-alive" not in plain
+        told = [event for event in events if event != ": keep-alive"]
+        assert [one["choices"] for one in data_of(told)] == [one["choices"] for one in data_of(plain)]
+
     async def test_pipelines_own_timeout_is_no_keep_alive(self, text: TextModel) -> None:
         async with serve(text, delta("a"), TimeoutError()) as served:
             _, events = await served.stream("/v1/completions", COMPLETION)

@@ -36,13 +36,13 @@ def recommending(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
 def chat(text: TextModel, **fields: Any) -> GenerationRequest:
     messages = [{"role": "user", "content": "hello"}]
     request = parse(ChatRequest, json.dumps({"model": "m", "messages": messages, **fields}).encode())
-    (generation,) = RequestBuilder(text, MAX_MODEL_LEN).chat(request)
+    (generation,) = RequestBuilder(text, MAX_MODEL_LEN, ("m", "alias")).chat(request)
     return generation
 
 
 def completions(text: TextModel, **fields: Any) -> list[GenerationRequest]:
     request = parse(CompletionRequest, json.dumps({"model": "m", "prompt": [5], **fields}).encode())
-    return RequestBuilder(text, MAX_MODEL_LEN).completion(request)
+    return RequestBuilder(text, MAX_MODEL_LEN, ("m", "alias")).completion(request)
 
 
 def test_every_field_reaches_the_pipeline(text: TextModel) -> None:

@@ -51,8 +51,8 @@ def test_body_that_is_no_json_object_is_refused(body: bytes) -> None:
         (b'{"model": "m", "prompt": "a", "logit_bias": {"1": 1e999}}', "logit_bias.1"),
         (b'{"model": "m", "prompt": "a", "metadata": {"x": [1e999]}}', "metadata"),
         (b'{"model": "m", "prompt": "a", "x": 1e999}', "x"),
-        (b'{"prompt": "a"}', "model"),
-        (b"{}", "model"),
+        (b'{"model": "m"}', "prompt"),
+        (b"{}", "prompt"),
     ],
 )
 def test_wrong_field_is_named(body: bytes, field: str) -> None:

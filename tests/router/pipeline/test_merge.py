@@ -43,8 +43,7 @@ async def test_all_deltas_come_in_each_sources_order() -> None:
     sources = [Source(5), Source(0), Source(40)]
     seen: dict[int, list[str]] = {}
     async with MergedDeltas([source.run() for source in sources]) as deltas:
-        async for item in deltas.items(None):
-            assert item is not None
+        async for item in deltas.items():
             seen.setdefault(item[0], []).append(item[1].text)
     assert seen == {0: [str(n) for n in range(5)], 2: [str(n) for n in range(40)]}
     assert all(source.closed for source in sources)
@@ -53,21 +52,11 @@ async def test_all_deltas_come_in_each_sources_order() -> None:
 async def test_a_blocked_source_does_not_hold_up_another() -> None:
     blocked, free = Source(opened=False), Source(1)
     async with MergedDeltas([blocked.run(), free.run()]) as deltas:
-        items = deltas.items(None)
+        items = deltas.items()
         assert await anext(items) == (1, delta("0"))
         blocked.gate.set()
         assert await anext(items) == (0, delta("0"))
     assert blocked.closed
-
-
-async def test_nothing_within_patience_is_none_and_loses_nothing() -> None:
-    source = Source(1, opened=False)
-    async with MergedDeltas([source.run()]) as deltas:
-        items = deltas.items(0.01)
-        assert await anext(items) is None
-        assert await anext(items) is None
-        source.gate.set()
-        assert [item async for item in items if item is not None] == [(0, delta("0"))]
 
 
 @pytest.mark.parametrize("opened", [True, False], ids=["waiting for the reader", "waiting itself"])
@@ -96,7 +85,7 @@ async def test_sources_run_ahead_of_the_reader_by_a_bounded_number() -> None:
 async def test_a_sources_error_is_raised_after_its_deltas(error: BaseException, raised: type[Exception]) -> None:
     failing, other = Source(2, error=error), Source(opened=False)
     async with MergedDeltas([failing.run(), other.run()]) as deltas:
-        items = deltas.items(5.0)
+        items = deltas.items()
         assert [await anext(items), await anext(items)] == [(0, delta("0")), (0, delta("1"))]
         with pytest.raises(raised):
             await anext(items)
