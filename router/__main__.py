@@ -75,7 +75,7 @@ async def run(arguments: argparse.Namespace) -> int:
             metrics,
             channel_opener(security),
             max_unsplit_tokens=settings.max_unsplit_tokens,
-            stranger=partial(stranger, names={name}, tokenizer=tokenizer),
+            stranger=partial(stranger, names=set(names), tokenizer=tokenizer),
             strict_numerics=settings.strict_numerics,
         )
         pipeline = Pipeline(workers, text, metrics, deadlines, time.monotonic, max_queued=settings.max_queued_requests)

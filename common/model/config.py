@@ -1,4 +1,4 @@
-"""Reading a model directory's config.json and generation_config.json; needs no torch."""
+"""Reading a model directory's config.json and generation_config.json."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

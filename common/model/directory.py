@@ -1,4 +1,4 @@
-"""A model in a Hugging Face directory with safetensors files; needs no torch."""
+"""A model in a Hugging Face directory with safetensors files."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

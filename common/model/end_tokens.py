@@ -1,4 +1,4 @@
-"""Which tokens end an answer, by all that a model's files say; needs no torch.
+"""Which tokens end an answer, by all that a model's files say.
 
 transformers heeds generation_config.json, else config.json. Fine-tunes often keep those of their base model, and say
 it in tokenizer_config.json alone, or in their chat template alone: an answer that ignores that never ends.

@@ -1,4 +1,4 @@
-"""What each architecture's config.json means where it is not as Llama's: one table; needs no torch.
+"""What each architecture's config.json means where it is not as Llama's: one table.
 
 Defaults are those of transformers' config classes: configs are written without what equals them. A feature that
 changes the maths is read by the families that have it and refused by name in all others.

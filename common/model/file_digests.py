@@ -1,4 +1,4 @@
-"""Digests of whole files, computed once a file: cached by what changes when a file does; needs no torch.
+"""Digests of whole files, computed once a file: cached by what changes when a file does.
 
 A cache that can't be had or is not ours to write costs the time only. Entries are locked while they are filled, so
 that the workers of a host, which start together, don't all read the same file for it.

@@ -1,4 +1,4 @@
-"""What must be equal before two workers exchange KV: the model and the layout of the cache; needs no torch."""
+"""What must be equal before two workers exchange KV: the model and the layout of the cache."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Models by their names on the Hugging Face hub: only the files that are read here, never code; needs no torch."""
+"""Models by their names on the Hugging Face hub: only the files that are read here, never code."""
 
 import re
 import sys

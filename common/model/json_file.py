@@ -1,4 +1,4 @@
-"""JSON files of a model directory, whose keys are checked as they are read; needs no torch."""
+"""JSON files of a model directory, whose keys are checked as they are read."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""From what a user names (a directory, a GGUF file, a name on the hub) to a ModelSource; needs no torch."""
+"""From what a user names (a directory, a GGUF file, a name on the hub) to a ModelSource."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Rotary position embeddings as config.json describes them, in the terms of transformers 5; needs no torch.
+"""Rotary position embeddings as config.json describes them, in the terms of transformers 5.
 
 Keys are cached rotated, so the angles of a position may not depend on how long its sequence grows. Two kinds do, in
 transformers: `dynamic` changes its base beyond max_position_embeddings, `longrope` changes from its short factors to

@@ -1,4 +1,4 @@
-"""Reading safetensors headers: where each tensor lies, checked before anything is mapped; needs no torch.
+"""Reading safetensors headers: where each tensor lies, checked before anything is mapped.
 
 The format is 8 bytes of header length (little-endian), a JSON header, and the tensors' bytes
 (the safetensors documentation, "Format").

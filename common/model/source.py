@@ -1,4 +1,4 @@
-"""Where a model comes from, in one shape for all kinds of it; needs no torch.
+"""Where a model comes from, in one shape for all kinds of it.
 
 Whatever the files are, a source speaks Hugging Face: its config and generation defaults are the content of
 config.json and generation_config.json, its tensors have Hugging Face's names.

@@ -1,4 +1,4 @@
-"""A GGUF file's metadata as the content of config.json and generation_config.json; needs no torch.
+"""A GGUF file's metadata as the content of config.json and generation_config.json.
 
 What converters (llama.cpp's convert_hf_to_gguf.py) leave out of the file is filled in as llama.cpp itself does.
 """

@@ -1,4 +1,4 @@
-"""A model in one GGUF file or in several; needs no torch."""
+"""A model in one GGUF file or in several."""
 
 import hashlib
 from collections.abc import Mapping

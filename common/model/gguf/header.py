@@ -1,4 +1,4 @@
-"""Reading a GGUF file's header: metadata and where each tensor lies, every count and offset checked; needs no torch.
+"""Reading a GGUF file's header: metadata and where each tensor lies, every count and offset checked.
 
 The format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): magic, version, two counts, key-value pairs,
 tensor infos, then the tensors' bytes, each at a multiple of the alignment. The file is anybody's: nothing is

@@ -1,4 +1,4 @@
-"""A GGUF file's rotary embedding in the terms of config.json; needs no torch."""
+"""A GGUF file's rotary embedding in the terms of config.json."""
 
 import math
 import struct

@@ -1,4 +1,4 @@
-"""A model in several GGUF files, as gguf-split cuts it: the first has the metadata; needs no torch."""
+"""A model in several GGUF files, as gguf-split cuts it: the first has the metadata."""
 
 import re
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Tensor names of GGUF and of Hugging Face, and how their numbers differ; needs no torch.
+"""Tensor names of GGUF and of Hugging Face, and how their numbers differ.
 
 GGUF's names: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, "Standardized tensor names".
 """
