@@ -147,7 +147,7 @@ NOTHING = {
     "frame of a generator": "{{ (messages | map('length')).gi_frame }}",
 }
 
-NEARLY = "{% set t = 'a' * 100000 %}{% set h = 'b' + 'a' * 50000 %}"
+NEARLY = "{% set t = 'a' * 100000 %}{% set h = 'ab' + 'a' * 50000 %}"
 LONG_HOLDS = {  # one call each
     "rfind": NEARLY + "{{ t.rfind(h) }}",
     "rindex": NEARLY + "{{ t.rindex(h) }}",

@@ -59,15 +59,15 @@ def test_too_many_different_letters_are_not_stripped() -> None:
         linear("a".strip)(letters + "a")
 
 
-@pytest.mark.parametrize("source", LONG_HOLDS.values(), ids=LONG_HOLDS.keys())
-def test_what_took_seconds_in_one_go_takes_none(source: str) -> None:
-    """Processor time of this thread, so that a busy machine doesn't count."""
-    template = ChatTemplate(source, {}, datetime.now)
+@pytest.mark.parametrize("name", LONG_HOLDS)
+def test_no_single_call_takes_long(name: str) -> None:
+    """Processor time of this thread, so that a busy machine doesn't count; each took 0.1 s to forever in one call."""
+    template = ChatTemplate(LONG_HOLDS[name], {}, datetime.now)
     messages = [{"role": "user", "content": "hello " * 2000}]
     before = time.thread_time()
     with suppress(KVRelayError):
         template.render(messages)
-    assert time.thread_time() - before < 0.7
+    assert time.thread_time() - before < (0.7 if name == "path of attributes" else 0.06)  # a path is many steps
 
 
 @pytest.mark.parametrize("source", COLLIDING.values(), ids=COLLIDING.keys())
