@@ -4,7 +4,7 @@
 TORCH ?= torch==2.13.0
 PIP_FLAGS ?=
 PYTEST_FLAGS ?=
-CORES ?= -n auto --maxprocesses 4 --dist loadgroup
+CORES ?= -n auto --maxprocesses 4 --dist loadfile
 SCHEDULES ?= 1000000
 SECONDS_ ?= 1800
 SOAK_FLAGS ?=

@@ -3,10 +3,10 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-
-from tests.support.paths import ROOT
+from xdist.scheduler import LoadFileScheduling
 
 pytest_plugins = ("tests.support.logging_fixture", "tests.support.redis_fixture", "tests.support.text_fixture")
 
@@ -20,17 +20,35 @@ ONE_BY_ONE = ("faults/test_specials.py", "faults/test_matrix.py", "faults/test_p
               "e2e/test_cluster.py", "e2e/test_models.py", "common/worker/test_process.py")  # fmt: skip
 
 
+def place_of(nodeid: str) -> str:
+    """A test's file, below tests/."""
+    return nodeid.split("::")[0].removeprefix("tests/")
+
+
+class ByFile(LoadFileScheduling):
+    """A file's tests run in one process, those of ONE_BY_ONE all in the same one, and what takes long comes first."""
+
+    def __init__(self, config: pytest.Config, log: Any = None) -> None:
+        config.option.loadscopereorder = False
+        super().__init__(config, log)
+
+    def _split_scope(self, nodeid: str) -> str:
+        place = place_of(nodeid)
+        return ONE_BY_ONE[0] if place in ONE_BY_ONE else place
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    return ByFile(config, log)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file's tests run in one process; what takes long comes first, so that all processes end together."""
-    places = {item: item.path.relative_to(ROOT / "tests").as_posix() for item in items}
-    for item, place in places.items():
-        if place.split("/")[0] in SLOW_FOLDERS or item.get_closest_marker("model"):
+    for item in items:
+        if place_of(item.nodeid).split("/")[0] in SLOW_FOLDERS or item.get_closest_marker("model"):
             item.add_marker("slow")
-        item.add_marker(pytest.mark.xdist_group("one by one" if place in ONE_BY_ONE else place))
 
     def rank(item: pytest.Item) -> int:
-        place = places[item]
+        place = place_of(item.nodeid)
         if place in ONE_BY_ONE:
             return ONE_BY_ONE.index(place)
         return len(ONE_BY_ONE) + (item.get_closest_marker("slow") is None)
