@@ -22,14 +22,16 @@ from common.errors import InvalidRequest
 PRIVATE_USE = range(0x10FFFD, 0xF0000, -1)  # planes 16 and 15: no script, no whitespace, in no vocabulary
 ESCAPED = re.compile(r"\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}")  # how JSON writes those in ASCII
 CHUNK = 2**15  # characters that are looked through before others may run
-STRUCTURE = ("role", "type")  # checked words that templates compare with; never changed
+ROLE = "role"  # a checked word that templates compare with; never changed
+NAMES = frozenset(("id", "type", "function", "name", "arguments"))  # of fields inside a message's fields
 
 
 def strings(value: Any) -> Iterator[str]:
-    """All texts in a value of JSON but for names."""
+    """All texts in a value of JSON, names too."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
+        yield from value
         for item in value.values():
             yield from strings(item)
     elif isinstance(value, list):
@@ -37,13 +39,13 @@ def strings(value: Any) -> Iterator[str]:
             yield from strings(item)
 
 
-def _mapstrings(value: Any, change: Callable[[str], str]) -> Any:
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: item if key in STRUCTURE else _mapstrings(item, change) for key, item in value.items()}
+        return {key if key in NAMES else change(key): _mapped(item, change) for key, item in value.items()}
     if isinstance(value, list):
-        return [_mapstrings(item, change) for item in value]
+        return [_mapped(item, change) for item in value]
     return value
 
 
@@ -144,12 +146,20 @@ class SpecialTokenGuard:
         of = dict(zip(self._chars, unused, strict=False))
         if len(of) < len(self._chars):
             raise InvalidRequest("messages use every private-use character of Unicode", field="messages")
-        return [_mapstrings(message, lambda text: self._protected(text, of)) for message in messages], StandIns(of)
+        return [self._protected_message(message, of) for message in messages], StandIns(of)
 
     def encode(self, rendered: str, stand_ins: StandIns) -> list[int]:
         """Token ids of a text that was rendered from protected messages."""
         named = _replaced(self._added, rendered, self._longest_added, lambda token: self._private.get(token, token))
         return self._twin.encode_batch_fast([stand_ins.restore(named)], add_special_tokens=False)[0].ids
+
+    def _protected_message(self, message: Mapping[str, Any], of: Mapping[str, str]) -> dict[str, Any]:
+        """The names of its fields are ours, those inside of tool calls' arguments a client's."""
+
+        def change(text: str) -> str:
+            return self._protected(text, of)
+
+        return {key: value if key == ROLE else _mapped(value, change) for key, value in message.items()}
 
     def _protected(self, text: str, of: Mapping[str, str]) -> str:
         while any(_matches(self._special, text, self._longest)):  # again, since tokens may overlap

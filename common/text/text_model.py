@@ -17,7 +17,7 @@ from common.model.source import ModelSource, TemplateFile
 from common.text.added_tokens import named_tokens, with_added_tokens
 from common.text.detokenize import Detokenizer
 from common.text.special_tokens import SpecialTokenGuard, strings
-from common.text.template.chat_template import ChatTemplate
+from common.text.template.chat_template import ChatTemplate, up_to_end_of
 from common.text.token_pieces import TokenPieces
 
 SHRINK = 4  # a normalizer may make a text this many times shorter
@@ -71,25 +71,49 @@ class TextModel:
             reason = " ".join(str(error).split())[:300]
             raise ModelError(f"{tokenizer.path}: the tokenizer can't be used: {reason}", field="model") from error
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """The text of a conversation. Raises InvalidRequest."""
         if self._template is None:
             raise InvalidRequest("the model has no chat template; use /v1/completions", field="messages")
-        return self._template.render(messages, add_generation_prompt)
+        text = self._template.render(messages, add_generation_prompt, variables)
+        return up_to_end_of(messages, text) if continue_final_message else text
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], limit: int | None = None, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        limit: int | None = None,
+        add_generation_prompt: bool = True,
+        *,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a conversation up to the assistant's turn; special tokens inside messages are ordinary text.
 
-        limit: a text that is certainly longer, in tokens, is refused before it is encoded.
+        limit: a text that is certainly longer, in tokens, is refused before it is encoded. continue_final_message:
+        the text ends with the last message's. variables: what the template gets besides, of the client's choice.
         """
         if limit is not None and len(messages) > limit:
             reason = f"this model's maximum context length is {limit} tokens; messages has {len(messages)} entries"
             raise ContextLengthExceeded(reason, field="messages")
-        self._check_chars(sum(map(len, strings(list(messages)))), limit, "messages")
-        protected, stand_ins = self._guard.protect(messages)
-        text = self.render_chat(protected, add_generation_prompt)
+        variables = variables or {}
+        self._check_chars(sum(map(len, strings([*messages, variables]))), limit, "messages")
+        protected, stand_ins = self._guard.protect([*messages, *({"": value} for value in variables.values())])
+        given = {name: one[""] for name, one in zip(variables, protected[len(messages) :], strict=True)}
+        text = self.render_chat(
+            protected[: len(messages)],
+            add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables=given,
+        )
+        if self._template is not None:
+            self._template.check_written(messages)
         self._check_chars(len(text), limit, "messages")
         return self._guard.encode(text, stand_ins)
 

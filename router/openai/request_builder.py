@@ -43,7 +43,13 @@ class RequestBuilder:
             asked, field = request.max_completion_tokens, "max_completion_tokens"
         params = self._params(request, asked, request.top_count, request.prompt_logprobs)
         messages = [message.for_template() for message in request.messages]
-        prompt_ids = self._text.encode_chat(messages, limit=self._max_model_len)
+        prompt_ids = self._text.encode_chat(
+            messages,
+            limit=self._max_model_len,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            variables=request.template_variables,
+        )
         room = self._room(prompt_ids, "messages", asked, field)
         return [self._generation(request, prompt_ids, params, asked or room)]
 

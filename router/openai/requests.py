@@ -5,113 +5,110 @@ Beside OpenAI's fields come some of vLLM's, under vLLM's names.
 
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Discriminator,
-    Field,
-    StringConstraints,
-    Tag,
-    WithJsonSchema,
-    model_validator,
+from pydantic import Field, StringConstraints, model_validator
+from pydantic_core import PydanticCustomError, from_json
+
+from router.openai.fields import (
+    MAX_TOOL_CALLS,
+    BadWords,
+    Content,
+    Count,
+    LogitBias,
+    Logprobs,
+    Name,
+    NotNegative,
+    Penalty,
+    Positive,
+    Prompt,
+    Seed,
+    Stop,
+    StopTokenIds,
+    TemplateVariables,
+    TopK,
+    Whole,
+    is_shallow,
 )
-from pydantic_core import PydanticCustomError
+from router.openai.strict_json import Neutral, Wire, field_kind
 
-from router.openai.strict_json import Neutral, Wire, field_kind, text_or_items
-
-# The most that any server takes; its settings may allow less (RequestLimits).
-MAX_N = 128  # answers to one prompt
-MAX_STOPS = 128
-MAX_STOP_CHARS = 1024  # of a stop string, and of a bad word
-MAX_LOGPROBS = 20
-MAX_BAD_WORDS = 1024
-MAX_ENTRIES = 8192  # of logit_bias and of stop_token_ids
 TEXT_FORMAT = {"type": "text"}
 
 
-def _few(value: Any) -> Any:
-    """Long containers are refused before their items are looked at."""
-    if isinstance(value, (list, dict)) and len(value) > MAX_ENTRIES:
-        raise PydanticCustomError("too_long", "must have at most {limit} entries", {"limit": MAX_ENTRIES})
-    return value
+class FunctionCall(Wire):
+    name: Name
+    arguments: str
+
+    def for_template(self) -> dict[str, Any]:
+        """Templates write arguments as JSON; what a model has written may be none, and stays as it is."""
+        try:
+            arguments = from_json(self.arguments, allow_inf_nan=False)
+        except ValueError:
+            arguments = None
+        usable = isinstance(arguments, dict) and is_shallow(arguments)
+        return {"name": self.name, "arguments": arguments if usable else self.arguments}
 
 
-def _is_token_id(key: str) -> str:
-    if not (key.isascii() and key.isdecimal() and len(key) <= 10 and key == str(int(key))):
-        raise PydanticCustomError("token_id", "must be named by a token id, in digits")
-    return key
+class ToolCall(Wire):
+    """Of an earlier answer."""
 
+    id: Name | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
 
-Whole = Annotated[int, Field(ge=-(2**31), lt=2**31)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
-StopString = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP_CHARS)]
-Stop = Annotated[
-    Annotated[StopString, Tag("<text>")]
-    | Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True), Tag("<items>")],
-    Discriminator(text_or_items, "stop_kind", "must be a string or a list of strings"),
-    BeforeValidator(_few),
-]
-Bias = Annotated[float, Field(ge=-100, le=100)]
-LogitBias = Annotated[
-    dict[Annotated[str, AfterValidator(_is_token_id)], Bias],
-    BeforeValidator(_few),
-    WithJsonSchema(
-        {
-            "type": "object",
-            "maxProperties": MAX_ENTRIES,
-            "patternProperties": {"^(0|[1-9][0-9]{0,9})$": {"type": "number", "minimum": -100, "maximum": 100}},
-            "additionalProperties": False,
-        }
-    ),
-]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
-Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
-BadWords = Annotated[list[StopString], Field(max_length=MAX_BAD_WORDS, fail_fast=True), BeforeValidator(_few)]
-Prompt = Annotated[
-    Annotated[str, Tag("<text>")]
-    | Annotated[list[str], Field(min_length=1, fail_fast=True), Tag("<texts>")]
-    | Annotated[list[Tokens], Field(min_length=1, fail_fast=True), Tag("<lists>")]
-    | Annotated[Tokens, Tag("<items>")],
-    Discriminator(field_kind, "prompt_kind", "must be a string, strings, token ids or lists of token ids"),
-]
-Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
-
-
-class TextPart(Wire):
-    """The one kind of content part that a text model reads."""
-
-    type: Literal["text"]
-    text: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_text(cls, data: Any) -> Any:
-        kind = data.get("type") if isinstance(data, dict) else None
-        if isinstance(kind, str) and kind != "text":
-            raise PydanticCustomError("part", "is not supported: its type is {kind}, not text", {"kind": kind})
-        return data
-
-
-Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[TextPart], Field(min_length=1, fail_fast=True), Tag("<items>")],
-    Discriminator(text_or_items, "content_kind", "must be a string or a list of text parts"),
-]
+    def for_template(self) -> dict[str, Any]:
+        return {"id": self.id or "", "type": self.type, "function": self.function.for_template()}
 
 
 class Message(Wire):
-    NEUTRAL: ClassVar[Neutral] = {"tool_calls": ([],), "annotations": ([],)}
+    HARMLESS = frozenset(("cache_control",))
+    NEUTRAL: ClassVar[Neutral] = {"annotations": ([],)}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content
+    content: Content | None = None
     name: Name | None = None
     tool_call_id: Name | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOL_CALLS, fail_fast=True)] = Field(
+        default_factory=list
+    )
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # another name for it
 
-    def for_template(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _says_something(self) -> "Message":
+        if self.role != "assistant":
+            for field in ("tool_calls", "reasoning_content", "reasoning"):
+                if getattr(self, field):
+                    raise PydanticCustomError("assistant", "is an assistant's only", {"key": field})
+        if self.content is None and not self.tool_calls:
+            raise PydanticCustomError("content", "is required", {"key": "content"})
+        return self
+
+    def for_template(self) -> dict[str, Any]:
         """Content parts are put on lines of their own, as vLLM does for templates that take strings."""
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        others = {"name": self.name, "tool_call_id": self.tool_call_id}
+        content = self.content or ""
+        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+        others = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "tool_calls": [call.for_template() for call in self.tool_calls],
+            "reasoning_content": self.reasoning_content or self.reasoning,
+        }
         return {"role": self.role, "content": text, **{key: value for key, value in others.items() if value}}
+
+
+class Conversation(Wire):
+    """How messages become a prompt."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _one_end(self) -> "Conversation":
+        if self.continue_final_message and self.add_generation_prompt:
+            raise PydanticCustomError(
+                "ends", "is only allowed when add_generation_prompt is false", {"key": "continue_final_message"}
+            )
+        return self
 
 
 class StreamOptions(Wire):
@@ -124,30 +121,31 @@ class StreamOptions(Wire):
 class Request(Wire):
     """What both endpoints take. None: the model's or the endpoint's default.
 
-    HARMLESS are the fields that OpenAI's clients add and that change no answer here.
+    HARMLESS are fields of OpenAI's API that only hint, and change no answer here.
     """
 
     HARMLESS = frozenset(
-        ("metadata", "store", "service_tier", "user", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
+        (
+            *("metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_retention"),
+            *("safety_identifier", "service_tier", "store", "user", "verbosity"),
+        )
     )
 
     model: str | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_N)] = 1
-    max_tokens: Annotated[Whole, Field(ge=1)] | None = None
-    min_tokens: Annotated[Whole, Field(ge=0)] = 0
+    n: Count = 1
+    max_tokens: Positive | None = None
+    min_tokens: NotNegative = 0
     temperature: Annotated[float, Field(ge=0, le=1e4)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[Whole, Field(ge=-1)] | None = None
+    top_k: TopK | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=1e4)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    seed: Seed | None = None
     stop: Stop | None = None
     include_stop_str_in_output: bool = False
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_ENTRIES, fail_fast=True), BeforeValidator(_few)] = (
-        Field(default_factory=list)
-    )
+    stop_token_ids: StopTokenIds = Field(default_factory=list)
     bad_words: BadWords = Field(default_factory=list)
     ignore_eos: bool = False
     logit_bias: LogitBias = Field(default_factory=dict)
@@ -176,7 +174,7 @@ class Request(Wire):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
-class ChatRequest(Request):
+class ChatRequest(Conversation, Request):
     NEUTRAL: ClassVar[Neutral] = {
         "tools": ([],),
         "tool_choice": ("none",),
@@ -187,9 +185,10 @@ class ChatRequest(Request):
     }
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
+    max_completion_tokens: Positive | None = None
     logprobs: bool = False
     top_logprobs: Logprobs | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> "ChatRequest":
@@ -203,12 +202,17 @@ class ChatRequest(Request):
     def top_count(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return {**effort, **self.chat_template_kwargs}
+
 
 class CompletionRequest(Request):
     NEUTRAL: ClassVar[Neutral] = {"best_of": (1,), "suffix": ("",), "response_format": (TEXT_FORMAT,)}
 
     prompt: Prompt
-    max_tokens: Annotated[Whole, Field(ge=0)] | None = None
+    max_tokens: NotNegative | None = None
     echo: bool = False
     logprobs: Logprobs | None = None
 

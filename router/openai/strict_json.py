@@ -12,6 +12,7 @@ from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, from_js
 
 from common.errors import InvalidRequest
 
+BOM = b"\xef\xbb\xbf"
 MAX_SHOWN = 200  # characters of what the client sent, in a reply
 TAGS = ("<text>", "<texts>", "<lists>", "<items>")  # of unions; they are no part of a field's name
 
@@ -65,7 +66,7 @@ Parsed = TypeVar("Parsed", bound=Wire)
 def parse(kind: type[Parsed], body: bytes) -> Parsed:
     """The object in a body of JSON. Raises InvalidRequest, which is short, whatever was sent."""
     try:
-        data = from_json(body, allow_inf_nan=False)
+        data = from_json(body.removeprefix(BOM), allow_inf_nan=False)
     except ValueError as error:
         raise InvalidRequest(f"the body is not valid JSON: {cut(str(error))}") from None
     if not isinstance(data, dict):
@@ -117,8 +118,8 @@ def _wanted(message: str) -> str:
 
 
 def _same(value: Any, other: Any) -> bool:
-    """Equal and of one type: True is not 1 here."""
-    return type(value) is type(other) and bool(value == other)
+    """Equal as JSON has it: True is not 1, and 1.0 is."""
+    return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
 def _is_finite(value: Any) -> bool:

@@ -8,8 +8,9 @@ from pydantic_core import PydanticCustomError
 
 from common.errors import InvalidRequest
 from common.text.text_model import TextModel
+from router.openai.fields import TokenId
 from router.openai.request_builder import served_name
-from router.openai.requests import Message, TokenId
+from router.openai.requests import Conversation, Message
 from router.openai.strict_json import Wire
 
 MAX_CHARS = 2**20  # of a text that is asked about; a tokenizer takes some hundred bytes for each
@@ -17,14 +18,13 @@ MAX_TOKENS = 2**18
 MAX_MESSAGES = 2**14
 
 
-class TokenizeRequest(Wire):
+class TokenizeRequest(Conversation):
     """Token ids of a prompt, or of messages as /v1/chat/completions would see them."""
 
     model: str | None = None
     prompt: Annotated[str, Field(max_length=MAX_CHARS)] | None = None
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     add_special_tokens: bool | None = None  # default: of a prompt, not of messages, whose template has them
-    add_generation_prompt: bool = True
     return_token_strs: bool = False
 
     @model_validator(mode="after")
@@ -69,7 +69,12 @@ class Tokenizing:
             messages = [message.for_template() for message in request.messages]
             if sum(len(message["content"]) for message in messages) > MAX_CHARS:
                 raise InvalidRequest(f"messages must have at most {MAX_CHARS} characters", field="messages")
-            ids = self._text.encode_chat(messages, add_generation_prompt=request.add_generation_prompt)
+            ids = self._text.encode_chat(
+                messages,
+                add_generation_prompt=request.add_generation_prompt,
+                continue_final_message=request.continue_final_message,
+                variables=request.chat_template_kwargs,
+            )
         else:
             special = request.add_special_tokens is not False
             ids = self._text.encode(request.prompt or "", add_special_tokens=special)

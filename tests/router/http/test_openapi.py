@@ -128,7 +128,7 @@ WHOLE = {
     "TokenizeRequest": {"prompt": "a"},
     "DetokenizeRequest": {"tokens": [1]},
 }
-NUMBERS = [0, 1, -1, 0.5, 21, 10**12]
+NUMBERS = [0, 1, -1, 0.5, 1.0, 21, 10**12]
 LISTS = [[], ["a"], [1], [[1]], [None]]
 OBJECTS = [{}, {"a": 1}, {"1": 1}, {"1": 200}]
 VALUES = [None, True, False, *NUMBERS, "", "a", *LISTS, *OBJECTS]

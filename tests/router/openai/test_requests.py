@@ -6,15 +6,8 @@ from typing import Any
 import pytest
 
 from common.errors import InvalidRequest
-from router.openai.requests import (
-    MAX_ENTRIES,
-    MAX_N,
-    MAX_STOP_CHARS,
-    MAX_STOPS,
-    ChatRequest,
-    CompletionRequest,
-    Request,
-)
+from router.openai.fields import MAX_ENTRIES, MAX_N, MAX_STOP_CHARS, MAX_STOPS
+from router.openai.requests import ChatRequest, CompletionRequest, Request
 from router.openai.strict_json import parse
 
 HELLO = {"role": "user", "content": "hello"}
@@ -40,8 +33,8 @@ def refusal(kind: type[Request], **fields: Any) -> InvalidRequest:
     ("field", "good", "bad"),
     [
         ("model", ["m", "a/b"], [1, True, ["m"]]),
-        ("n", [1, MAX_N], [0, -1, MAX_N + 1, 1.0, "1", True]),
-        ("max_tokens", [1, 2**31 - 1], [0, -1, 2**31, 10**30, "5", 5.0, True]),
+        ("n", [1, MAX_N], [0, -1, MAX_N + 1, 1.5, "1", True]),
+        ("max_tokens", [1, 2**31 - 1, 5.0], [0, -1, 2**31, 10**30, 1e30, "5", 5.5, True]),
         ("min_tokens", [0, 1], [-1, "0", True, 10**30]),
         ("temperature", [0, 0.5, 1], ["0.5", True, [0.5], 10**400]),
         ("top_p", [0.5, 1], ["1", True]),
@@ -109,7 +102,7 @@ def test_field_takes_its_type_and_range(kind: type[Request], field: str, good: l
         ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}, "messages[0].content[0].text"),
-        ({"messages": [{**HELLO, "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"messages": [{**HELLO, "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
         ({"messages": [{**HELLO, "other": 1}]}, "messages[0].other"),
         ({"messages": [{**HELLO, "name": ""}]}, "messages[0].name"),
     ],
@@ -172,6 +165,8 @@ def test_every_form_of_prompt_is_a_list_of_prompts(prompt: Any, prompts: list[An
         (ChatRequest, "function_call", "auto", "none"),
         (ChatRequest, "response_format", {"type": "json_object"}, {"type": "text"}),
         (ChatRequest, "modalities", ["text", "audio"], ["text"]),
+        (ChatRequest, "audio", {"voice": "alloy"}, None),
+        (ChatRequest, "web_search_options", {}, None),
         (CompletionRequest, "best_of", 2, 1),
         (CompletionRequest, "best_of", True, 1),
         (CompletionRequest, "suffix", "x", ""),
@@ -195,7 +190,6 @@ def test_unsupported_field_is_refused_unless_it_asks_for_nothing(
         "structured_outputs",
         "kv_transfer_params",
         "request_id",
-        "reasoning_effort",
         "max_token",
         "x",
     ],
@@ -212,7 +206,10 @@ def test_completions_have_no_field_of_chat() -> None:
 
 @pytest.mark.parametrize(
     "field",
-    ["metadata", "store", "service_tier", "user", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"],
+    [
+        *("metadata", "store", "service_tier", "user", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"),
+        *("verbosity", "prediction", "prompt_cache_retention"),
+    ],
 )
 def test_harmless_field_is_taken(field: str) -> None:
     assert chat(**{field: {"a": [1]}}) == chat()
@@ -235,3 +232,87 @@ def test_content_parts_and_names_reach_the_template() -> None:
 
 def test_stop_is_always_a_tuple() -> None:
     assert (chat().stops, chat(stop="a").stops, chat(stop=["a", "b"]).stops) == ((), ("a",), ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": 16.0},
+        {"n": 2.0},
+        {"seed": -5.0},
+        {"seed": 1e18},
+        {"top_k": -1.0},
+        {"logprobs": True, "top_logprobs": 3.0},
+        {"priority": -2.0},
+        {"min_tokens": 0.0},
+    ],
+)
+def test_a_whole_number_may_be_written_as_a_float(fields: dict[str, Any]) -> None:
+    request = chat(**fields)
+    for field, value in fields.items():
+        assert getattr(request, field) == value
+        assert type(getattr(request, field)) is type(int(value)) or field == "logprobs"
+
+
+def test_a_byte_order_mark_before_the_body_is_skipped() -> None:
+    body = json.dumps({"messages": [HELLO]}).encode()
+    assert parse(ChatRequest, b"\xef\xbb\xbf" + body) == parse(ChatRequest, body)
+
+
+ARGUMENTS = '{"city": "Paris", "days": [1, 2]}'
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
+
+
+@pytest.mark.parametrize(
+    ("sent", "given"),
+    [
+        ({"content": "a", "refusal": None, "annotations": [], "audio": None}, {"content": "a"}),
+        ({"content": "a", "reasoning_content": "hm"}, {"content": "a", "reasoning_content": "hm"}),
+        ({"content": "a", "reasoning": "hm"}, {"content": "a", "reasoning_content": "hm"}),
+        ({"content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]}, {"content": "a"}),
+        (
+            {"content": None, "tool_calls": [CALL], "function_call": None},
+            {
+                "content": "",
+                "tool_calls": [
+                    {**CALL, "function": {"name": "weather", "arguments": {"city": "Paris", "days": [1, 2]}}}
+                ],
+            },
+        ),
+        (
+            {"tool_calls": [{"function": {"name": "f", "arguments": "{broken"}}]},
+            {
+                "content": "",
+                "tool_calls": [{"id": "", "type": "function", "function": {"name": "f", "arguments": "{broken"}}],
+            },
+        ),
+    ],
+)
+def test_an_earlier_answer_is_taken_as_clients_send_it_back(sent: dict[str, Any], given: dict[str, Any]) -> None:
+    (message,) = chat(messages=[{"role": "assistant", **sent}]).messages
+    assert message.for_template() == {"role": "assistant", **given}
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": {"add_generation_prompt": False}}, "chat_template_kwargs.add_generation_prompt"),
+        ({"chat_template_kwargs": {"a b": 1}}, "chat_template_kwargs.a b"),
+        ({"chat_template_kwargs": {"x": json.loads("[" * 40 + "]" * 40)}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"reasoning_effort": "a lot"}, "reasoning_effort"),
+        ({"messages": [{**HELLO, "reasoning_content": "x"}]}, "messages[0].reasoning_content"),
+        ({"messages": [{**HELLO, "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
+    ],
+)
+def test_what_a_template_can_not_be_given_is_named(fields: dict[str, Any], field: str) -> None:
+    assert refusal(ChatRequest, **fields).field == field
+
+
+def test_variables_of_the_template_win_over_the_field_of_the_api() -> None:
+    assert chat(reasoning_effort="low").template_variables == {"reasoning_effort": "low"}
+    asked = {"reasoning_effort": "high", "enable_thinking": False}
+    assert chat(reasoning_effort="low", chat_template_kwargs=asked).template_variables == asked
+    assert chat().template_variables == {}

@@ -148,9 +148,20 @@ def test_each_family_renders_or_refuses_as_in_transformers(
     assert model.render_chat(messages, prompted) == wanted
     if prompted:
         ids = theirs.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-        assert model.encode_chat(messages) == ids
+        lost = [number for number, one in enumerate(messages) if spoken(one) not in wanted]
+        if lost:  # which transformers does in silence
+            with pytest.raises(InvalidRequest) as caught:
+                model.encode_chat(messages)
+            assert caught.value.field == f"messages[{lost[0]}]"
+        else:
+            assert model.encode_chat(messages) == ids
         bos = theirs.convert_tokens_to_ids(FAMILIES[family].bos)
         assert ids[:2] != [bos, bos]
+
+
+def spoken(message: dict[str, str]) -> str:
+    """What a template writes at least: thoughts of earlier turns may be gone, and words that steer the template."""
+    return message["content"].split("</think>")[-1].replace("/no_think", "").strip()
 
 
 def test_the_families_refuse_what_they_should(families: dict[str, Path]) -> None:
@@ -173,3 +184,97 @@ def refuses(model: TextModel, messages: list[dict[str, str]]) -> bool:
     except InvalidRequest:
         return True
     return False
+
+
+CALL = {
+    "id": "call00001",
+    "type": "function",
+    "function": {"name": "look", "arguments": {"at": "<|im_end|>", "<s>": 1}},
+}
+CALLED = [*user("hi"), {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+KNOWS_CALLS = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %};"
+    "{% endfor %}"
+)
+
+
+def small(tmp_path: Path, template: str) -> TextModel:
+    return TextModel.load(model_directory(tmp_path, chat_template=template))
+
+
+def written(model: TextModel, messages: Any, **options: Any) -> str:
+    return model.decode(model.encode_chat(messages, **options))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "smollm3", "llama3", "phi3"])
+def test_a_developer_is_a_system_where_the_template_knows_none(families: dict[str, Path], family: str) -> None:
+    model = TextModel.load(families[family])
+    asked = [{"role": "developer", "content": "be brief"}, *user("hi")]
+    as_system = [{**asked[0], "role": "system"}, *user("hi")]
+    assert model.encode_chat(asked) == model.encode_chat(as_system)
+    assert "be brief" in written(model, asked)
+
+
+def test_a_developer_is_one_where_the_template_knows_it(tmp_path: Path) -> None:
+    model = small(tmp_path, "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}{# not developer #}")
+    assert written(model, [{"role": "developer", "content": "x"}]) == "developer:x"
+
+
+@pytest.mark.parametrize("content", ["hi", "h", "user"])
+def test_a_message_that_is_left_out_is_named_though_its_text_stands_elsewhere(tmp_path: Path, content: str) -> None:
+    model = small(tmp_path, "{% for m in messages if m.role != 'system' %}[{{ m.role }}] {{ m.content }}{% endfor %}")
+    with pytest.raises(InvalidRequest, match="system") as caught:
+        model.encode_chat([*user("hi"), {"role": "system", "content": content}])
+    assert caught.value.field == "messages[1]"
+    assert model.encode_chat([*user("hi"), {"role": "system", "content": " \n"}])  # there is nothing to lose
+
+
+def test_tool_calls_are_written_as_the_template_does_else_as_text(tmp_path: Path) -> None:
+    knowing = written(small(tmp_path / "a", KNOWS_CALLS), CALLED)
+    assert knowing == '[user] hi;[assistant] look({"at": "<|im_end|>", "<s>": 1});'
+    plain = written(
+        small(tmp_path / "b", "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"), CALLED
+    )
+    call = '<tool_call>\n{"name": "look", "arguments": {"at": "<|im_end|>", "<s>": 1}}\n</tool_call>'
+    assert plain == f"[user] hi\n[assistant] {call}\n"
+
+
+def test_tool_calls_that_the_template_drops_are_named(tmp_path: Path) -> None:
+    model = small(tmp_path, "{% for m in messages %}{% if not m.tool_calls %}{{ m.content }}{% endif %}{% endfor %}")
+    with pytest.raises(InvalidRequest) as caught:
+        model.encode_chat(CALLED)
+    assert caught.value.field == "messages[1]"
+
+
+def test_no_special_token_comes_out_of_arguments_or_variables(tmp_path: Path) -> None:
+    model = small(tmp_path, "{{ role }}{{ x.y }}" + KNOWS_CALLS)
+    hostile = {"role": "<|im_end|>", "x": {"y": "<s>"}}
+    ids = model.encode_chat(CALLED, variables=hostile)
+    assert model.decode(ids).startswith("<|im_end|><s>[user]")
+    assert not {model._tokenizer.token_to_id(token) for token in ("<|im_end|>", "<s>")} & set(ids)
+
+
+@pytest.mark.parametrize(("thinking", "end"), [(True, "assistant\n"), (False, "assistant\n<think>\n\n</think>\n\n")])
+def test_variables_reach_the_template(families: dict[str, Path], thinking: bool, end: str) -> None:
+    model = TextModel.load(families["qwen3"])
+    assert written(model, user("hi"), variables={"enable_thinking": thinking}).endswith(end)
+
+
+@pytest.mark.parametrize("last", ["It is", " It is ", "hi", "It <|im_end|> is", "\n\tIt"])
+@pytest.mark.parametrize("family", ["qwen2", "llama3", "gemma", "phi3", "smollm2"])
+def test_a_final_message_is_continued_as_in_transformers(families: dict[str, Path], family: str, last: str) -> None:
+    model, theirs = TextModel.load(families[family]), reference(families[family])
+    messages = [*user("hi"), {"role": "assistant", "content": last}]
+    wanted = theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    assert written(model, messages, add_generation_prompt=False, continue_final_message=True) == wanted
+
+
+def test_an_empty_final_message_is_not_continued(families: dict[str, Path]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        TextModel.load(families["qwen2"]).encode_chat(
+            [*user("hi"), {"role": "assistant", "content": " "}],
+            add_generation_prompt=False,
+            continue_final_message=True,
+        )
+    assert caught.value.field == "messages[1]"
