@@ -24,7 +24,7 @@ demo: .venv/run.stamp ## one chat through a whole cluster, and where its time we
 	.venv/bin/kvrelay demo
 
 check: lint ## lint, types and the fast tests (what is fast: tests/conftest.py)
-	.venv/bin/python -m pytest $(CORES) -m "not slow" $(PYTEST_FLAGS)
+	.venv/bin/python -m pytest $(CORES) -m "not slow" --durations=5 $(PYTEST_FLAGS)
 
 test: .venv/dev.stamp ## all tests
 	.venv/bin/kvrelay model fetch

@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         runner.run(client.__aenter__())
         try:
             model = arguments.model or runner.run(client.model())
-            chat = Conversation(client, model, arguments)
+            chat = Dialogue(client, model, arguments)
             if prompt is not None:
                 runner.run(chat.say(prompt))
             else:
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-class Conversation:
+class Dialogue:
     """The messages so far. A turn that fails or is interrupted is as if it had not been."""
 
     def __init__(self, client: ChatClient, model: str, arguments: argparse.Namespace) -> None:
@@ -82,7 +82,7 @@ def show(text: str) -> None:
     print(text.translate(CONTROLS) if sys.stdout.isatty() else text, end="", flush=True)
 
 
-def _converse(runner: asyncio.Runner, chat: Conversation) -> None:
+def _converse(runner: asyncio.Runner, chat: Dialogue) -> None:
     import readline  # noqa: F401  (gives input() its line editing and history)
 
     print(f"{chat.model} at {chat.client.url}; Ctrl-C stops an answer, Ctrl-D ends the conversation.")

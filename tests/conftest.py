@@ -1,7 +1,6 @@
 """Settings and fixtures of all tests, which of them are fast, and what runs beside what."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ pytest_plugins = ("tests.support.logging_fixture", "tests.support.redis_fixture"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of torch, here and in child processes: tests share the cores
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # where a test takes more threads, they don't spin for a busy core
 
-FAST_S = 2.0  # CPU time that a test which is not slow may take, its child processes included
 SLOW_FOLDERS = ("faults", "e2e", "bench", "sim")
 # Clusters of real processes, with deadlines that a busy machine would miss: one after another, in this order.
 ONE_BY_ONE = ("faults/test_specials.py", "faults/test_matrix.py", "faults/test_pulls.py", "e2e/test_pressure.py",
@@ -54,17 +52,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return len(ONE_BY_ONE) + (item.get_closest_marker("slow") is None)
 
     items.sort(key=rank)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """A test that takes long is marked so: `make check` has to stay quick."""
-    before = os.times()
-    result = yield
-    spent_s = sum(os.times()[:4]) - sum(before[:4])
-    if spent_s > FAST_S and item.get_closest_marker("slow") is None:
-        pytest.fail(f"{spent_s:.1f} s of CPU time, more than {FAST_S:g}: mark it `slow`, or make it quicker")
-    return result
 
 
 @pytest.fixture(scope="session")
