@@ -13,7 +13,9 @@ NO_WAITS = {  # constants in seconds that no process of ours waits for
     "BUILD_S": "of a compiler",
     "HANDOVER_S": "an estimate",
     "PREFLIGHT_S": "a browser's",
+    "QUIET_S": "between lines of the log",
     "RETRY_AFTER_S": "told to clients",
+    "SESSION_S": "the life of a secret",
     "TICK_S": "how fine a clock is",
 }
 SOURCES = {path: path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
