@@ -3,15 +3,13 @@
 import sys
 from collections.abc import Sequence
 
+from common.engine.config import DECODE_TOKENS
 from common.rpc.channel import channel_opener
 from common.worker.process import Worker, run_worker
 from decode_svc.service import DecodeService
 from kvtransfer.connection import permit_all
 from kvtransfer.reader import KVReader
 from kvtransfer.transport import choose
-
-# Smaller than on prefill workers: a prompt computed here delays every running sequence's next token.
-MAX_NUM_BATCHED_TOKENS = 256
 
 
 def start(worker: Worker) -> DecodeService:
@@ -30,7 +28,7 @@ def start(worker: Worker) -> DecodeService:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_worker("decode", start, argv, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS, shared_pool=False)
+    return run_worker("decode", start, argv, max_num_batched_tokens=DECODE_TOKENS, shared_pool=False)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,12 @@
 import sys
 from collections.abc import Sequence
 
+from common.engine.config import PREFILL_TOKENS
 from common.worker.process import Worker, run_worker
 from kvtransfer.holder import KVHolder
 from kvtransfer.lease import LeaseTable
 from kvtransfer.transport import choose, holders
 from prefill_svc.service import PrefillService
-
-MAX_NUM_BATCHED_TOKENS = 512
 
 
 def start(worker: Worker) -> PrefillService:
@@ -27,7 +26,7 @@ def start(worker: Worker) -> PrefillService:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_worker("prefill", start, argv, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS, shared_pool=True)
+    return run_worker("prefill", start, argv, max_num_batched_tokens=PREFILL_TOKENS, shared_pool=True)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from common.settings import PORTS, POSITIVE, TIMES, Bytes, setting
 
 DEFAULTS = Deadlines()
 
+MAX_QUEUED = 1024  # requests that wait for room
+
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig(ModelSettings):
@@ -31,7 +33,7 @@ class RouterConfig(ModelSettings):
         False, "pair only workers that round alike: one kind of CPU, one attention backend, one torch"
     )
     max_queued_requests: int = setting(
-        1024, "requests that may wait for room in the decode pool; more are refused (429)", within=(0, None)
+        MAX_QUEUED, "requests that may wait for room in the decode pool; more are refused (429)", within=(0, None)
     )
     log_level: str = setting("info", "least level logged", choices=("debug", "info", "warning", "error"))
     drain_timeout: float = setting(

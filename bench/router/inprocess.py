@@ -15,10 +15,10 @@ from bench.engines import build, greedy, settings
 from bench.pinned import run_child
 from common.deadlines import Deadlines
 from common.engine.batch import StepOutput
+from common.engine.config import DECODE_TOKENS
 from common.engine.engine import Engine, EngineLoop
 from common.engine.sequence import Sequence as EngineSequence
 from common.errors import EngineFailure
-from decode_svc.__main__ import MAX_NUM_BATCHED_TOKENS
 
 LONGEST_S = 3600.0
 
@@ -102,7 +102,7 @@ def main() -> None:
         max_num_seqs=len(wanted.prompts),
         caching=True,
     )
-    built = build(config, MAX_NUM_BATCHED_TOKENS)
+    built = build(config, DECODE_TOKENS)
     before = process_time(os.getpid())
     answers = Driver(built.engine, wanted).run()
     # one line for all, then one a request

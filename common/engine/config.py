@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from common.model.open import ModelSettings
 from common.settings import POSITIVE, Bytes, setting
 
+PREFILL_TOKENS = 512  # in a step of a prefill worker
+DECODE_TOKENS = 256  # fewer: a prompt computed on a decode worker delays every running sequence's next token
+
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig(ModelSettings):
@@ -16,7 +19,9 @@ class EngineConfig(ModelSettings):
     )
     max_num_seqs: int = setting(64, "sequences running at once", within=POSITIVE)
     max_num_batched_tokens: int | None = setting(
-        None, "tokens a step may compute (default: 512, on decode workers 256)", within=POSITIVE
+        None,
+        f"tokens a step may compute (default: {PREFILL_TOKENS}, on decode workers {DECODE_TOKENS})",
+        within=POSITIVE,
     )
     enable_prefix_caching: bool = setting(True, "keep full blocks for later requests with the same prefix")
     kv_cache_memory: Bytes | None = setting(

@@ -16,6 +16,7 @@ from math import ceil
 from common.block_hash import BLOCK_SIZE
 from common.deadlines import Deadlines
 from common.errors import NoWorker, Overloaded
+from router.config import MAX_QUEUED
 from router.fleet.room import Room
 from router.pipeline.generation import GenerationRequest
 
@@ -24,7 +25,6 @@ FIRST_GUESS = 128.0  # tokens of an answer, before any has ended
 LEARNING = 0.05  # weight of the newest answer's length, and of its time
 WINDOW = 32  # ends that the rate is taken from
 STATUS = 0.9  # of keepalive_s: by then a streamed request is refused if its refusal is to be a status
-MAX_QUEUED = 1024
 
 
 @dataclass(eq=False, slots=True)

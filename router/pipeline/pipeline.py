@@ -16,12 +16,13 @@ from common.rpc.pb import decode_pb2, prefill_pb2, types_pb2
 from common.tasks import end
 from common.text.text_model import TextModel
 from kvtransfer.handle import KVHandle
+from router.config import MAX_QUEUED
 from router.fleet.hashed_tokens import HashedTokens
 from router.fleet.worker_client import WorkerClient
 from router.fleet.workers import Workers
 from router.metrics import RouterMetrics
 from router.pipeline.answer import Answer
-from router.pipeline.gate import MAX_QUEUED, Gate
+from router.pipeline.gate import Gate
 from router.pipeline.generation import Delta, Generation
 from router.pipeline.held_kv import Held, held
 from router.pipeline.request_run import RequestRun
