@@ -4,9 +4,10 @@ import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from common.cache_directory import cache_directory
@@ -15,7 +16,7 @@ from common.errors import ConfigError
 COMPILERS = ("g++", "c++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-pthread")
 LIBRARY_FLAGS = ("-shared", "-fPIC")
-BUILD_S = 300.0
+BUILD_S = 600.0  # on a busy machine; two minutes on a free core of a slow one
 
 
 class NativeUnavailable(Exception):
@@ -36,13 +37,24 @@ def build(source: Path, *, library: bool, environ: Mapping[str, str] = os.enviro
         with tempfile.TemporaryDirectory(prefix=f".{source.stem}-", dir=made.parent) as scratch:
             output = Path(scratch) / source.stem
             command = [compiler, *flags, str(source), "-o", str(output)]
-            done = subprocess.run(command, capture_output=True, timeout=BUILD_S, text=True, check=False)
-            if done.returncode:
-                raise NativeUnavailable(f"{compiler} failed: {done.stderr.strip().splitlines()[:1]}")
+            status, errors = _run(command)
+            if status:
+                raise NativeUnavailable(f"{compiler} failed: {errors.strip().splitlines()[:1]}")
             output.rename(made)  # complete, or not there
     except (OSError, subprocess.TimeoutExpired, ConfigError) as error:
         raise NativeUnavailable(str(error)) from error
     return made
+
+
+def _run(command: Sequence[str]) -> tuple[int, str]:
+    """Its exit status and what it had to say; a compiler that takes too long ends with all that it has started."""
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as compiling:
+        try:
+            _, errors = compiling.communicate(timeout=BUILD_S)
+        except BaseException:
+            os.killpg(compiling.pid, signal.SIGKILL)
+            raise
+    return compiling.returncode, errors
 
 
 def _build_id(source: Path, compiler: str, flags: tuple[str, ...]) -> str:
