@@ -134,8 +134,8 @@ def run_worker(
             stack.push_async_callback(redis.aclose)
             await prove_access(redis, redis_settings, deadlines, writes=True)
             server = GrpcServer(settings.host, settings.port, deadlines, security)
-            security.warn_if_open(settings.host)
             server.bind()
+            security.warn_if_open(settings.host)
             stack.push_async_callback(server.stop)
             with progress("loading weights") as show:
                 built = await asyncio.to_thread(

@@ -5,11 +5,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 from prometheus_client import generate_latest
 
 from common.cluster_key import ClusterKey
-from common.rpc.pb import kv_pb2
+from common.deadlines import Deadlines
+from common.rpc.channel import open_channel
+from common.rpc.pb import decode_pb2_grpc, kv_pb2
 from common.rpc.security import Security, Tls
 from common.sampling import SamplingParams
 from tests.support.certificates import pem_files
@@ -62,9 +65,11 @@ async def test_a_router_without_the_key_is_refused_and_the_worker_says_so(
 ) -> None:
     security = secured(tmp_path, key=True, tls=False)
     async with local_cluster(model, redis_server.url, prefill=0, security=security) as cluster:
-        with pytest.raises(AssertionError, match="the stream ended"):
-            async with stream_to(cluster.local[0]):
-                pass
+        channel = open_channel(cluster.local[0].worker.info.address, Deadlines())
+        async with channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await decode_pb2_grpc.DecodeStub(channel).Relay(timeout=10).read()
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
     assert any(record.getMessage() == "refused" for record in caplog.records)
 
 
