@@ -175,6 +175,18 @@ class StreamsOptions(ClusterOptions):
     json: bool = setting(False, JSON)
 
 
+@dataclass(frozen=True, slots=True)
+class StallsOptions(ClusterOptions):
+    """How long hostile requests keep the router from others."""
+
+    prefill: int = setting(0, "prefill workers", within=(0, None))
+    decode: int = setting(1, "decode workers", within=POSITIVE)
+    output_tokens: int = setting(64, "of each of 16 answers with log-probabilities", within=POSITIVE)
+    rounds: int = setting(3, "times that each request is sent", within=POSITIVE)
+    most_ms: float = setting(50.0, "that another client may have to wait", within=(0.0, None))
+    json: bool = setting(False, JSON)
+
+
 def counts(text: str, flag: str, *, least: int = 1) -> tuple[int, ...]:
     """A comma-separated list of whole numbers, each once, in its order. Raises ConfigError that names the flag."""
     try:

@@ -12,6 +12,7 @@ from bench.options import (
     RouterOptions,
     ServeOptions,
     SoakOptions,
+    StallsOptions,
     StepOptions,
     StreamsOptions,
 )
@@ -32,6 +33,7 @@ KINDS: dict[str, tuple[type, str, str]] = {  # the options, the module that take
         "bench.router.streams",
         "files, threads, memory and lag of the router with many streams",
     ),
+    "stalls": (StallsOptions, "bench.router.stalls", "how long hostile requests keep the router from others"),
     "router": (RouterOptions, "bench.router.overhead", "CPU time a token of router and wire, and the latency they add"),
     "batching": (
         BatchingOptions,

@@ -45,8 +45,12 @@ def stranger(record: WorkerRecord, names: Set[str], tokenizer: str) -> str:
     return ""
 
 
+SWITCH_S = 0.001  # after which a thread that computes lets the event loop go on
+
+
 async def run(arguments: argparse.Namespace) -> int:
     """Serves until a signal; returns the exit status."""
+    sys.setswitchinterval(SWITCH_S)
     settings = from_arguments(RouterConfig, arguments)
     redis_settings = from_arguments(RedisConfig, arguments)
     deadlines = settings.deadlines()

@@ -18,10 +18,11 @@ from common.errors import Cancelled, KVRelayError, RequestTimeout
 from common.text.text_model import TextModel
 from router.config import RequestLimits
 from router.http.access import allow_origins, answer_preflight, require_key
+from router.http.bodies import INLINE, Bodies, largest_body
 from router.http.error_replies import CLIENT_LEFT, add_request_id, errors_as_json, json_reply, known_error
 from router.http.openapi import describe
 from router.http.pages import ModelCard, Pages
-from router.http.server import ClientConnections, make_runner, read_body, tell_guards
+from router.http.server import ClientConnections, make_runner, tell_guards
 from router.http.sse import ClientGone, EventStream
 from router.metrics import RouterMetrics
 from router.openai.replies import ErrorBody, server_timing
@@ -34,7 +35,6 @@ from router.pipeline.echo import echo_alone
 from router.pipeline.generation import Delta, Generation, GenerationRequest
 from router.pipeline.merge import MergedDeltas
 
-INLINE_BODY = 32 * 2**10  # bytes; larger ones are parsed and tokenized in a thread
 DONE = "[DONE]"
 CONNECTIONS = web.AppKey("connections", ClientConnections)
 DEADLINES = web.AppKey("deadlines", Deadlines)
@@ -74,12 +74,14 @@ class Api:
         limits: RequestLimits,
         deadlines: Deadlines,
         now: Callable[[], float],
+        bodies: Bodies,
     ) -> None:
         self._pipeline = pipeline
         self._text = text
         self._model_names = model_names
         self._deadlines = deadlines
         self._now = now
+        self._bodies = bodies
         self._builder = RequestBuilder(text, max_model_len, model_names, limits)
         self._tokenizing = Tokenizing(text, max_model_len, model_names)
 
@@ -133,12 +135,13 @@ class Api:
         reply = endpoint.reply(
             request, generations, self._text, request.model or self._model_names[0], int(self._now())
         )
-        scored = any(one.request.params.prompt_logprobs is not None for one in generations)  # replies may be huge
+        scored = any(one.request.params.prompt_logprobs is not None for one in generations)  # chunks may be huge
+        huge = scored or request.top_count is not None
         async with self._running(generations) as deltas:
             if not request.stream:
                 async for item in deltas:
                     reply.add(*item)
-                whole = await asyncio.to_thread(reply.whole, with_report) if scored else reply.whole(with_report)
+                whole = await asyncio.to_thread(reply.whole, with_report) if huge else reply.whole(with_report)
                 return json_reply(whole, headers=server_timing([one.report for one in generations]))
             async with events.kept_alive(self._deadlines.keepalive_s):
                 async for item in deltas:
@@ -166,8 +169,8 @@ class Api:
 
     async def _with_body(self, http: web.Request, make: Callable[[bytes], Made]) -> Made:
         """What is made of the body; where that may take long, others are served meanwhile."""
-        body = await read_body(http, self._deadlines.http_body_s)
-        return await asyncio.to_thread(make, body) if len(body) > INLINE_BODY else make(body)
+        async with self._bodies.received(http) as body:
+            return await self._bodies.make(make, body) if len(body) > INLINE else make(body)
 
     def _prepare(self, endpoint: Endpoint, body: bytes) -> tuple[Request, list[GenerationRequest]]:
         """Everything that depends on the request alone; may run in any thread."""
@@ -206,6 +209,8 @@ def build_app(
 ) -> web.Application:
     """The application, of one model with these names. `ready` says whether workers could serve it, or why not."""
     limits = limits or RequestLimits()
+    max_body_size = limits.max_body_size or largest_body(max_model_len)
+    bodies = Bodies(max_body_size, max_model_len, deadlines.http_body_s)
     cards = [ModelCard(id=name, created=int(now()), max_model_len=max_model_len) for name in model_names]
     pages = Pages(cards, ready, metrics)
     api = Api(
@@ -216,6 +221,7 @@ def build_app(
         limits=limits,
         deadlines=deadlines,
         now=now,
+        bodies=bodies,
     )
     connections = ClientConnections(deadlines)
     middlewares = [
@@ -224,7 +230,8 @@ def build_app(
         answer_preflight(allowed_origins),
         require_key(api_keys),
     ]
-    app = web.Application(client_max_size=limits.max_body_size, middlewares=middlewares)
+    app = web.Application(client_max_size=max_body_size, middlewares=middlewares)
+    app.on_cleanup.append(bodies.close)
     app[CONNECTIONS], app[DEADLINES], app[LIMITS] = connections, deadlines, limits
     app.add_routes([*api.routes(), *pages.routes()])
     app.on_response_prepare.append(add_request_id)

@@ -75,7 +75,9 @@ class RouterConfig(ModelSettings):
 class RequestLimits:
     """How much one HTTP request may ask for."""
 
-    max_body_size: Bytes = setting(Bytes(64 * 2**20), "of a request, such as 64Mi", within=POSITIVE)
+    max_body_size: Bytes | None = setting(
+        None, "of a request, such as 64Mi (default: 4Mi and 64 bytes for each token of the context)", within=POSITIVE
+    )
     max_header_size: Bytes = setting(
         Bytes(8190),
         "of one header, and of the request line; such as 64Ki where an SSO's cookies are long",

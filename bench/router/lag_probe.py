@@ -23,9 +23,11 @@ BEGUN = {"begun": True}
 
 
 @asynccontextmanager
-async def probing(host: str, port: int, path: str = "/health") -> AsyncIterator[list[float]]:
+async def probing(
+    host: str, port: int, path: str = "/health", every_ms: float = EVERY_MS
+) -> AsyncIterator[list[float]]:
     """Probes from the first answer on, while the body runs; then the list has the times. Raises Unavailable."""
-    options = {"host": host, "port": port, "path": path, "every_ms": EVERY_MS}
+    options = {"host": host, "port": port, "path": path, "every_ms": every_ms}
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*module_command(__name__, options), stdin=pipe, stdout=pipe)
     times_ms: list[float] = []

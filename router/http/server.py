@@ -12,9 +12,7 @@ from common.errors import InvalidRequest, KVRelayError, SlowClient
 from common.log import get_logger, log_event
 from router.config import RequestLimits
 from router.http.error_replies import http_error, json_reply, name_request
-from router.http.sse import ClientGone
 from router.openai.replies import ErrorBody
-from router.openai.strict_json import cut
 
 log = get_logger("http")
 
@@ -189,22 +187,6 @@ def make_runner(
         handler_cancellation=True,
         shutdown_timeout=shutdown_timeout_s,
     )
-
-
-async def read_body(http: web.Request, patience_s: float) -> bytes:
-    """All of it. Raises InvalidRequest, SlowClient or ClientGone, and aiohttp's error for one that is too large."""
-    told = http.content_length or 0
-    if told > http.client_max_size:  # before it is sent
-        raise web.HTTPRequestEntityTooLarge(max_size=http.client_max_size, actual_size=told)
-    try:
-        async with asyncio.timeout(patience_s):
-            return await http.read()
-    except TimeoutError:
-        raise SlowClient(f"the body did not arrive within {patience_s:g} s") from None
-    except web.RequestPayloadError as error:  # its chunks or its compression are broken
-        raise InvalidRequest(f"the body can't be read: {cut(str(error))}") from error
-    except ConnectionError as error:
-        raise ClientGone from error
 
 
 def _too_slow(header_s: float) -> bytes:

@@ -21,6 +21,8 @@ from router.openai.replies import (
 from router.openai.requests import Request
 from router.pipeline.generation import Delta, Generation, TokenText
 
+NO_CHOICES = '"choices":[]'  # which no text in JSON can hold: its quotes have backslashes
+
 
 class Choice:
     """One answer as far as it has come."""
@@ -85,9 +87,11 @@ class Reply(ABC, Generic[ChoiceType]):
 
     def whole(self, with_report: bool) -> str:
         """The reply as JSON, when all deltas are in."""
-        choices = [self._whole_choice(choice) for choice in self._choices]
         more = {**self._prompt_part(), **self._report(with_report)}
-        return self._json(self.OBJECT, choices, usage=Usage.of(self._reports), **more)
+        head, tail = self._json(self.OBJECT, [], usage=Usage.of(self._reports), **more).split(NO_CHOICES, 1)
+        # one by one: whoever writes JSON holds the interpreter until all of it is written
+        choices = (self._whole_choice(choice).model_dump_json(exclude_unset=True) for choice in self._choices)
+        return f"{head}{NO_CHOICES[:-1]}{','.join(choices)}]{tail}"
 
     def chunks(self, prompt: int, delta: Delta) -> list[str]:
         """A delta as JSON chunks."""

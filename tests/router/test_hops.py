@@ -12,13 +12,13 @@ from types import FrameType
 from typing import Any
 
 from common.text.text_model import TextModel
-from router.http.server import read_body
+from router.http.bodies import Bodies
 from router.http.sse import EventStream
 from tests.router.test_api_cases_scripted import chat, served
 from tests.support.fake_cluster import letters
 from tests.support.paths import ROOT
 
-MOST_CARRIERS, MOST_FILES = 15, 31
+MOST_CARRIERS, MOST_FILES = 15, 32
 SECTION = "## A request's way through the router, file by file"
 OURS = ("router", "common", "kvtransfer")
 
@@ -33,7 +33,7 @@ class CalledFiles:
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if code is read_body.__code__ and event == "return":
+        if code is Bodies.read.__code__ and event == "return":
             self._on = True
         if event != "call" or frame in self._begun:
             return
