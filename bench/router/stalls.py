@@ -16,7 +16,7 @@ from bench.report import ResultTable, note
 from bench.router.lag_probe import probing
 from bench.stats import percentile
 from cluster.local_cluster import run_until_signal
-from common.address import parse_address
+from common.address import Address
 
 COLUMNS = ("request", "mib", "status", "answer_ms", "health_ms_p50", "health_ms_p99", "health_ms_max", "rounds")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -74,14 +74,14 @@ async def measure(options: StallsOptions) -> int:
     report, worst_ms = ResultTable(COLUMNS, as_json=options.json), 0.0
     async with own_cluster(options, 16) as cluster:
         url = cluster.address("router")
-        host, port = parse_address(url.removeprefix("http://"))
+        address = Address.parse(url.removeprefix("http://"))
         timeout = aiohttp.ClientTimeout(PATIENCE_S)
         async with aiohttp.ClientSession(url, timeout=timeout) as session:
             async with session.get("/v1/models") as response:
                 context = (await response.json())["data"][0]["max_model_len"]
             for name, path, body in requests(4 * 2**20 + 64 * context, options.output_tokens):
                 note(name)
-                async with probing(host, port, every_ms=EVERY_MS) as health_ms:
+                async with probing(address.host, address.port, every_ms=EVERY_MS) as health_ms:
                     began = time.perf_counter()
                     for _ in range(options.rounds):
                         status = await _status(session, path, body)

@@ -16,6 +16,7 @@ NO_WAITS = {  # constants in seconds that no process of ours waits for
     "QUIET_S": "between lines of the log",
     "RETRY_AFTER_S": "told to clients",
     "SESSION_S": "the life of a secret",
+    "SWITCH_S": "between threads of one process",
     "TICK_S": "how fine a clock is",
 }
 SOURCES = {path: path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
