@@ -23,7 +23,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
     ("body", "what"),
     [
         (b'{"prompt":[' + b"[0]," * MANY + b"[0]]}", "arrays"),
-        (b'{"messages":[' + b'{"role":"user","content":"a"},' * MANY + b"{}]}", "arrays"),
+        (b'{"messages":[' + b'{"role":"user","content":"a"},' * MANY + b"{}]}", "strings"),
         (b'{"logit_bias":{' + b'"1":1,' * MANY + b'"1":1}}', "strings"),
         (b'{"stop":[' + b'"\\"",' * MANY + b'"a"]}', "strings"),
         (b'{"prompt":[' + b"0," * MANY + b"0]}", "values"),
