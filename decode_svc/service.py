@@ -138,6 +138,7 @@ class DecodeService:
         attempt = self._attempts.get(key)
         if attempt is None:
             return True  # it has not begun
+        self._metrics.on_stop_strings(len(attempt.live.intersection(forks)))  # the router's one reason for it
         attempt.live.difference_update(forks)
         self.engine.abort(key, forks)
         return bool(attempt.live)

@@ -85,7 +85,7 @@ class RequestLimits:
     )
     max_header_count: int = setting(128, "headers of a request", within=(16, None))
     max_n: int = setting(16, "answers to one prompt", within=(1, 128))
-    max_answers: int = setting(256, "answers to one request: its prompts times n", within=POSITIVE)
+    max_answers: int = setting(256, "answers to one request: its prompts times n", within=(1, 2048))
     max_stop_strings: int = setting(16, "stop strings of one request", within=(1, 128))
     max_logit_bias: int = setting(1024, "entries of logit_bias", within=(1, 8192))
     max_bad_words: int = setting(128, "entries of bad_words", within=(1, 1024))

@@ -37,6 +37,9 @@ class RouterMetrics:
         self._queue_s = make.histogram("request_queue_time_seconds", "Waiting, here and at the workers.", REQUEST_S)
         self._prefill_s = make.histogram("request_prefill_time_seconds", "Computing the prompt.", REQUEST_S)
         self._decode_s = make.histogram("request_decode_time_seconds", "First token to last.", REQUEST_S)
+        self._answers = make.counters(
+            "request_success", "Answers by how they ended; abort: the client left.", "finished_reason"
+        )
         self._http = make.counters("http_requests", "Answered HTTP requests.", "endpoint", "status")
         self._resumes = make.counters("request_resumes", "Requests submitted again with what was sent.", "reason")
         self._unsplit = make.counters("requests_unsplit", "Prompts given to decode workers to compute.", "reason")
@@ -54,6 +57,11 @@ class RouterMetrics:
 
     def on_first_token(self, seconds: float) -> None:
         self._first_token_s.observe(seconds)
+
+    def on_answer(self, reason: str, answers: int = 1) -> None:
+        """`reason` is stop, length, abort, error or refused."""
+        if answers:
+            self._answers(finished_reason=reason).inc(answers)
 
     def on_token(self, gap_s: float) -> None:
         """A token of an answer after its first."""

@@ -70,6 +70,10 @@ class WorkerMetrics:
         self._usage.set(1 - load.free_blocks / load.total_blocks if load.total_blocks else 0.0)
         self._attempts.set(attempts)
 
+    def on_stop_strings(self, answers: int) -> None:
+        """The router has met one in so many answers."""
+        self._success(finished_reason="stop").inc(answers)
+
     def on_abort(self, answers: int = 1) -> None:
         self._success(finished_reason="abort").inc(answers)
 

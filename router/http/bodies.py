@@ -110,6 +110,8 @@ def check_counts(body: bytes, max_values: int) -> None:
     """Raises InvalidRequest for JSON with more in it than any request needs; for what is no JSON it may."""
     counts = {"arrays and objects": 0, "values": 0, "strings": 0}
     most = {"arrays and objects": MAX_CONTAINERS, "values": max_values, "strings": MAX_STRINGS}
+    if (body.count(QUOTE) - body.count(b'\\"')) > 2 * MAX_STRINGS + 1:  # quickly, as far as that goes
+        raise InvalidRequest(f"the body has more than {MAX_STRINGS} strings")
     at = 0
     while at < len(body):
         quote = body.find(QUOTE, at)

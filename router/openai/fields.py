@@ -24,16 +24,23 @@ MAX_STOPS = 128
 MAX_STOP_CHARS = 1024  # of a stop string, and of a bad word
 MAX_LOGPROBS = 20
 MAX_BAD_WORDS = 1024
-MAX_ENTRIES = 8192  # of logit_bias and of stop_token_ids
+MAX_ENTRIES = 8192  # of logit_bias, of stop_token_ids, of messages
+MAX_PROMPTS = 2048  # of a completion
 MAX_DEPTH = 32  # of values in values, where any are taken
 MAX_TOOL_CALLS = 128  # of a message
 MAX_VARIABLES = 64  # of chat_template_kwargs
 
 
-def _few(value: Any) -> Any:
+def few(value: Any) -> Any:
     """Long containers are refused before their items are looked at."""
     if isinstance(value, (list, dict)) and len(value) > MAX_ENTRIES:
         raise PydanticCustomError("too_long", "must have at most {limit} entries", {"limit": MAX_ENTRIES})
+    return value
+
+
+def _few_prompts(value: Any) -> Any:
+    if isinstance(value, list) and len(value) > MAX_PROMPTS and field_kind(value) != "<items>":
+        raise PydanticCustomError("too_long", "must have at most {limit} prompts", {"limit": MAX_PROMPTS})
     return value
 
 
@@ -87,12 +94,12 @@ Stop = Annotated[
     Annotated[StopString, Tag("<text>")]
     | Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True), Tag("<items>")],
     Discriminator(text_or_items, "stop_kind", "must be a string or a list of strings"),
-    BeforeValidator(_few),
+    BeforeValidator(few),
 ]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 LogitBias = Annotated[
     dict[Annotated[str, AfterValidator(_is_token_id)], Bias],
-    BeforeValidator(_few),
+    BeforeValidator(few),
     WithJsonSchema(
         {
             "type": "object",
@@ -104,14 +111,15 @@ LogitBias = Annotated[
 ]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS), AsInt]
-StopTokenIds = Annotated[list[TokenId], Field(max_length=MAX_ENTRIES, fail_fast=True), BeforeValidator(_few)]
-BadWords = Annotated[list[StopString], Field(max_length=MAX_BAD_WORDS, fail_fast=True), BeforeValidator(_few)]
+StopTokenIds = Annotated[list[TokenId], Field(max_length=MAX_ENTRIES, fail_fast=True), BeforeValidator(few)]
+BadWords = Annotated[list[StopString], Field(max_length=MAX_BAD_WORDS, fail_fast=True), BeforeValidator(few)]
 Prompt = Annotated[
     Annotated[str, Tag("<text>")]
     | Annotated[list[str], Field(min_length=1, fail_fast=True), Tag("<texts>")]
     | Annotated[list[Tokens], Field(min_length=1, fail_fast=True), Tag("<lists>")]
     | Annotated[Tokens, Tag("<items>")],
     Discriminator(field_kind, "prompt_kind", "must be a string, strings, token ids or lists of token ids"),
+    BeforeValidator(_few_prompts),
 ]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 TemplateVariables = Annotated[

@@ -5,7 +5,7 @@ Beside OpenAI's fields come some of vLLM's, under vLLM's names.
 
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
 from router.openai.fields import (
@@ -26,6 +26,7 @@ from router.openai.fields import (
     TemplateVariables,
     TopK,
     Whole,
+    few,
     is_shallow,
 )
 from router.openai.strict_json import Neutral, Wire, field_kind
@@ -184,7 +185,7 @@ class ChatRequest(Conversation, Request):
         "modalities": (["text"],),
     }
 
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True), BeforeValidator(few)]
     max_completion_tokens: Positive | None = None
     logprobs: bool = False
     top_logprobs: Logprobs | None = None

@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from common.deadlines import Deadlines
-from common.errors import HandoverError, KVRelayError, Overloaded, RequestTimeout
+from common.errors import HandoverError, InvalidRequest, KVRelayError, Overloaded, RequestTimeout
 from common.log import get_logger, log_event
 from common.rpc.pb import decode_pb2, prefill_pb2, types_pb2
 from common.tasks import end
@@ -58,18 +58,22 @@ class Pipeline:
         run = RequestRun(generation, self._text, self._metrics, self._clock)
         self._count(running=1)
         driver = asyncio.create_task(self._drive(run))
+        ending = "abort"  # stays, if the iterator is closed
         try:
             open_answers = run.request.n
             while open_answers:
                 item = await run.outbox.get()
                 if isinstance(item, KVRelayError):
+                    ending = "refused" if isinstance(item, InvalidRequest | Overloaded) else "error"
                     raise item
                 open_answers -= item.finish_reason is not None
+                if not open_answers:
+                    self._report(run)
                 yield item
-            self._report(run)
         finally:
             self._count(running=-1)
             await end(driver)
+            self._metrics.on_answer(ending, sum(not answer.finished for answer in run.answers))
 
     async def _drive(self, run: RequestRun) -> None:
         try:
@@ -229,7 +233,6 @@ class Pipeline:
 
     def _report(self, run: RequestRun) -> None:
         report = run.report
-        self._metrics.on_first_token(report.first_token_s)
         self._metrics.on_finish(
             first_token_s=report.first_token_s,
             last_token_s=report.last_token_s,

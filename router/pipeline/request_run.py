@@ -97,12 +97,15 @@ class RequestRun:
         if delta is None:
             return
         now = self.elapsed_s()
-        if token.index == 0:
-            self.report.first_token_s = self.report.first_token_s or now
-        else:
+        if not self.report.completion_tokens:
+            self.report.first_token_s = now
+            self._metrics.on_first_token(now)
+        if token.index:
             self._metrics.on_token(now - self._last_token_s[token.fork])
         self._last_token_s[token.fork] = self.report.last_token_s = now
         self.report.completion_tokens += 1
+        if delta.finish_reason is not None:
+            self._metrics.on_answer(delta.finish_reason)
         self.outbox.put_nowait(delta)
 
     def note_prompt_logprobs(self, message: types_pb2.PromptLogprobs) -> None:
