@@ -82,5 +82,5 @@ distclean: clean ## removes the environment, too
 
 .venv/dev.stamp: .venv/run.stamp
 	@echo "installing what tests and lint need"
-	@$(pip) -e '.[dev]'
+	@$(pip) -e '.[dev,redis]'
 	@touch $@
