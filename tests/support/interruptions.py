@@ -15,9 +15,10 @@ def cut_before(service: Any, *indexes: int) -> Iterator[list[int]]:
     Yields those that are still to come.
     """
     pending, broken = sorted(indexes), set()
-    real = service.on_output
+    engine, loop = service.engine, asyncio.get_running_loop()
+    real = engine.step
 
-    def on_output(output: StepOutput) -> None:
+    def cut(output: StepOutput) -> None:
         for token in output.tokens:
             attempt = service._attempts.get(token.sequence.key)
             if pending and token.index >= pending[0] and attempt is not None and attempt.session not in broken:
@@ -26,13 +27,18 @@ def cut_before(service: Any, *indexes: int) -> Iterator[list[int]]:
                 attempt.session.outgoing.put_nowait(None)
                 for task in attempt.session.tasks:
                     task.cancel()
-        real(output)
 
-    service.on_output = on_output
+    def step(wait_s: float) -> StepOutput | None:
+        output = real(wait_s)
+        if output is not None:
+            loop.call_soon_threadsafe(cut, output)  # ahead of its delivery
+        return output
+
+    engine.step = step
     try:
         yield pending
     finally:
-        del service.on_output
+        del engine.step
 
 
 @contextmanager
