@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from common.errors import InvalidRequest
 from common.text.text_model import TextModel
 from tests.support.chat_templates import FAMILIES
 from tests.support.tiny_text import BARE, CHATML, TRIMMED, model_directory, user
@@ -137,4 +138,8 @@ def test_in_every_role_of_each_family(tmp_path: Path, family: str, role: str) ->
         ids = model.encode_chat(messages)
         return {token_id: ids.count(token_id) for token_id in special}
 
+    if role == "tool" and family in ("qwen3", "phi3"):  # these templates leave such a message out
+        with pytest.raises(InvalidRequest, match="leaves out this message, of role tool"):
+            count(attack)
+        return
     assert count(attack) == count("harmless")
