@@ -37,13 +37,13 @@ def requests(fitting: int, tokens: int) -> Iterator[tuple[str, str, bytes]]:
         yield "lists of ids", COMPLETIONS, filled(b'{"prompt":[', b"[0],", b"[0]]}", size)
     yield "ids", COMPLETIONS, filled(b'{"prompt":[', b"0,", b"0]}", fitting)
     yield "ids below the bound", COMPLETIONS, filled(b'{"prompt":[', b"0,", b"0]}", 2**19)
-    yield "lists below the bound", COMPLETIONS, filled(b'{"prompt":[', b"[0],", b"[0]]}", 2**18)
+    yield "lists below the bound", COMPLETIONS, filled(b'{"prompt":[', b"[0],", b"[0]]}", 2**16)
     message = b'{"role":"user","content":"a"},'
     yield "messages", CHAT, filled(b'{"messages":[', message, message[:-1] + b"]}", fitting)
     yield (
         "messages below the bound",
         CHAT,
-        filled(b'{"messages":[', message, message[:-1] + b"]}", 30_000 * len(message)),
+        filled(b'{"messages":[', message, message[:-1] + b"]}", 240_000),
     )
     yield "one long message", CHAT, filled(b'{"messages":[{"role":"user","content":"', b"the relay ", b'"}]}', fitting)
     yield "one long prompt", COMPLETIONS, filled(b'{"prompt":"', b"the relay ", b'"}', fitting)

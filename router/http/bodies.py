@@ -20,7 +20,7 @@ INLINE = 32 * 2**10  # bytes; larger bodies are parsed and tokenized in a thread
 THREADS = 2  # that do so; each takes its turns from the event loop
 AT_ONCE = 8  # of the largest bodies may be in memory
 STEP = 2**16  # bytes that are counted before others may run
-MAX_CONTAINERS = 2**16  # arrays and objects
+MAX_CONTAINERS = 2**14  # arrays and objects
 MAX_STRINGS = 2**17  # names of fields included
 SPARE_VALUES = 2**18  # beside two for each token of a context
 SPARE_BYTES = 4 * 2**20
@@ -108,23 +108,29 @@ class HeldBody:
 
 def check_counts(body: bytes, max_values: int) -> None:
     """Raises InvalidRequest for JSON with more in it than any request needs; for what is no JSON it may."""
-    counts = {"arrays and objects": 0, "values": 0, "strings": 0}
-    most = {"arrays and objects": MAX_CONTAINERS, "values": max_values, "strings": MAX_STRINGS}
-    if (body.count(QUOTE) - body.count(b'\\"')) > 2 * MAX_STRINGS + 1:  # quickly, as far as that goes
-        raise InvalidRequest(f"the body has more than {MAX_STRINGS} strings")
-    at = 0
+    unescaped = 0  # quotes, at least: the backslash may be a character itself
+    for start in range(0, len(body), STEP):
+        unescaped += body.count(QUOTE, start, start + STEP) - body.count(b'\\"', start, start + STEP + 1)
+        _check("strings", (unescaped - 1) // 2, MAX_STRINGS)
+    at = containers = values = strings = 0
     while at < len(body):
         quote = body.find(QUOTE, at)
         end = len(body) if quote < 0 else quote
         for start in range(at, end, STEP):
             stop = min(end, start + STEP)
-            counts["arrays and objects"] += body.count(b"[", start, stop) + body.count(b"{", start, stop)
-            counts["values"] += body.count(b",", start, stop)
-        at = len(body) if quote < 0 else _end_of_string(body, quote + 1)
-        counts["strings"] += 1
-        for what, count in counts.items():
-            if count > most[what]:
-                raise InvalidRequest(f"the body has more than {most[what]} {what}")
+            containers += body.count(b"[", start, stop) + body.count(b"{", start, stop)
+            values += body.count(b",", start, stop)
+            _check("arrays and objects", containers, MAX_CONTAINERS)
+            _check("values", values, max_values)
+        if quote < 0:
+            return
+        at, strings = _end_of_string(body, quote + 1), strings + 1
+        _check("strings", strings, MAX_STRINGS)
+
+
+def _check(what: str, count: int, most: int) -> None:
+    if count > most:
+        raise InvalidRequest(f"the body has more than {most} {what}")
 
 
 def _end_of_string(body: bytes, start: int) -> int:
